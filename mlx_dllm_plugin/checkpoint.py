@@ -1,0 +1,206 @@
+"""Checkpoints on disk: a2d run directories, configuration files, and what is broken about them.
+
+Reads JSON and safetensors headers only; no weights, no tokenizer, no network.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """
+    Args:
+        path: the directory with config.json and weights.
+        config: config.json, with the caller's overrides.
+        generation_config: generation_config.json, or {}.
+        tokenizer_config: tokenizer_config.json, or {}.
+        added_tokens: token text -> id of the tokens declared in the tokenizer's files.
+        run: the run directory it belongs to, if any.
+        manifest: the run's manifest.json, if any: provenance only.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    tokenizer_config: dict[str, Any] = field(default_factory=dict)
+    added_tokens: dict[str, int] = field(default_factory=dict)
+    run: Path | None = None
+    manifest: dict[str, Any] | None = None
+
+    @property
+    def a2d(self) -> dict[str, Any] | None:
+        """The ``a2d`` block of config.json, or None. Raises CheckpointError when it is not an object."""
+        block = self.config.get("a2d")
+        if block is not None and not isinstance(block, dict):
+            raise CheckpointError(f'{self.path / "config.json"}: "a2d" must be an object, got {block!r}.')
+        return block
+
+    @property
+    def provenance(self) -> str | None:
+        """What the user should know of the run it comes from, or None."""
+        status = (self.manifest or {}).get("status")
+        if status in ("failed", "running"):
+            return (
+                f"{self.run}: its manifest says the conversion is {status!r}; "
+                f"the checkpoint in use is {self.path.name}."
+            )
+        return None
+
+
+def is_run_directory(path: Path) -> bool:
+    """An a2d run directory: no config.json of its own, but a manifest, a model or checkpoints."""
+    return (
+        path.is_dir()
+        and not (path / "config.json").exists()
+        and (
+            (path / "manifest.json").is_file() or (path / "model" / "config.json").is_file() or bool(_checkpoints(path))
+        )
+    )
+
+
+def resolve_run_directory(path: Path) -> Path:
+    """
+    The directory to load: ``path`` itself unless it is a run directory; of a run directory ``model/``, else the
+    checkpoint with the highest number.
+
+    Raises:
+        CheckpointError: a run directory with nothing to load.
+    """
+    if not is_run_directory(path):
+        return path
+    if (path / "model" / "config.json").is_file():
+        return path / "model"
+    for candidate in reversed(_checkpoints(path)):
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise CheckpointError(
+        f"{path} is a run directory with nothing to load: it has neither model/config.json nor "
+        f"checkpoints/checkpoint-<N>/config.json; let the conversion save a checkpoint first."
+    )
+
+
+def open_checkpoint(path: Path, overrides: dict[str, Any] | None = None) -> Checkpoint:
+    """
+    Read the JSON files of a checkpoint or run directory.
+
+    Raises:
+        CheckpointError: no such directory, no config.json, broken JSON.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give the directory of a checkpoint or an a2d run.")
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; give the directory of a checkpoint or an a2d run.")
+    path = resolve_run_directory(path)
+    run = _run_of(path)
+    config = read_json(path / "config.json")
+    tokenizer_config = read_json(path / "tokenizer_config.json", required=False)
+    return Checkpoint(
+        path=path,
+        config={**config, **(overrides or {})},
+        generation_config=read_json(path / "generation_config.json", required=False),
+        tokenizer_config=tokenizer_config,
+        added_tokens=_added_tokens(path, tokenizer_config),
+        run=run,
+        manifest=read_json(run / "manifest.json", required=False) or None if run else None,
+    )
+
+
+def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError when it is broken, or missing though required."""
+    if not path.is_file():
+        if required:
+            raise CheckpointError(f"{path} is missing; give the directory of a complete checkpoint.")
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy or download it again.") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}.")
+    return value
+
+
+def check_weights(path: Path) -> None:
+    """
+    Compare the safetensors files' sizes with their headers, and the index with the files.
+
+    Raises:
+        CheckpointError: no weights, a file the index names is missing, a truncated or broken file.
+    """
+    files = sorted(path.glob("model*.safetensors"))
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        named = read_json(index).get("weight_map", {})
+        missing = sorted({name for name in named.values() if not (path / name).is_file()})
+        if missing:
+            raise CheckpointError(
+                f"{path} lacks {len(missing)} of the weight files its index names ({missing[0]}, …); copy them again."
+            )
+    if not files:
+        raise CheckpointError(f"{path} has no weights: no model*.safetensors; give the directory of a checkpoint.")
+    for file in files:
+        _check_safetensors(file)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether any file is there that a tokenizer can be built from."""
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _check_safetensors(file: Path) -> None:
+    size = file.stat().st_size
+    again = "copy or download it again"
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else None
+        if length is None or length > size - 8:
+            raise CheckpointError(f"{file} is truncated: {size} bytes do not hold its header; {again}.")
+        try:
+            header = json.loads(stream.read(length))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError):
+            raise CheckpointError(f"{file} is not a safetensors file: its header cannot be read; {again}.") from None
+    if size != 8 + length + end:
+        raise CheckpointError(f"{file} is truncated or damaged: {size} bytes, {8 + length + end} expected; {again}.")
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    folder = path / "checkpoints"
+    found = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = re.fullmatch(r"checkpoint-(\d+)", entry.name)
+        if match and entry.is_dir():
+            found.append((int(match[1]), entry))
+    return [entry for _, entry in sorted(found)]
+
+
+def _run_of(path: Path) -> Path | None:
+    resolved = path.resolve()
+    if resolved.name == "model":
+        run = resolved.parent
+    elif resolved.parent.name == "checkpoints" and re.fullmatch(r"checkpoint-\d+", resolved.name):
+        run = resolved.parent.parent
+    else:
+        return None
+    return run if (run / "manifest.json").is_file() else None
+
+
+def _added_tokens(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, int]:
+    tokens: dict[str, int] = {}
+    for entry in read_json(path / "tokenizer.json", required=False).get("added_tokens") or ():
+        tokens[entry["content"]] = entry["id"]
+    tokens.update(read_json(path / "added_tokens.json", required=False))
+    for number, entry in (tokenizer_config.get("added_tokens_decoder") or {}).items():
+        tokens[entry["content"]] = int(number)
+    return tokens

@@ -1,0 +1,24 @@
+"""The command `mlx-dllm`: one file per subcommand, each with `add(subparsers)` and a function that runs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..errors import PREFIX, DiffusionError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mlx-dllm`. Returns the exit status: 0, or 1 with one sentence on stderr."""
+    from . import info
+
+    parser = argparse.ArgumentParser(prog="mlx-dllm", description="Diffusion language models in mlx-lm and mlx-vlm.")
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    info.add(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except DiffusionError as error:
+        print(f"{PREFIX} error: {error}", file=sys.stderr)
+        return 1

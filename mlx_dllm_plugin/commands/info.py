@@ -1,0 +1,90 @@
+"""`mlx-dllm info PATH`: the spec of a checkpoint and where each value came from, or what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import Checkpoint, check_weights, has_tokenizer, open_checkpoint
+from ..errors import CheckpointError, DiffusionError
+from ..families import FAMILIES
+from ..spec import DiffusionSpec, detect, resolve
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("info", help="show how a checkpoint is decoded, and why")
+    parser.add_argument("path", help="directory of a checkpoint or an a2d run, or a hub id that is in the local cache")
+    parser.add_argument("--family", help="look at it as one of this family")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the checkpoint can be decoded as it is; 1 otherwise."""
+    checkpoint = open_checkpoint(_locate(args.path))
+    family = detect(checkpoint, args.family)
+    problems = _problems(checkpoint)
+    if family is None:
+        kind = checkpoint.config.get("model_type")
+        known = ", ".join(FAMILIES.names())
+        if args.json:
+            print(json.dumps({"path": str(checkpoint.path), "spec": None, "problems": problems}, indent=2))
+            return 1
+        print(f"{checkpoint.path}\nNo diffusion spec: model_type {kind!r} and nothing that a family claims.")
+        print(f"mlx-lm decodes it autoregressively, as before. Families: {known} (force one with --family).")
+        return 1
+    spec = resolve(checkpoint, family)
+    if spec.mask_token_id is None:
+        problems.append("The mask token is unknown: give its id with --mask-token-id.")
+    if args.json:
+        values = {**dataclasses.asdict(spec), "defaults": dict(spec.defaults), "sources": dict(spec.sources)}
+        print(json.dumps({"path": str(checkpoint.path), "spec": values, "problems": problems}, indent=2))
+    else:
+        _print(checkpoint, spec, problems)
+    return 1 if problems else 0
+
+
+def _locate(name: str) -> Path:
+    path = Path(name)
+    if path.exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception as error:
+        raise CheckpointError(f"{name} is neither a directory nor a hub id in the local cache.") from error
+
+
+def _problems(checkpoint: Checkpoint) -> list[str]:
+    problems = []
+    try:
+        check_weights(checkpoint.path)
+    except DiffusionError as error:
+        problems.append(str(error))
+    if not has_tokenizer(checkpoint.path):
+        problems.append("No tokenizer files: give the directory of the source model's tokenizer with --tokenizer.")
+    return problems
+
+
+def _print(checkpoint: Checkpoint, spec: DiffusionSpec, problems: list[str]) -> None:
+    print(checkpoint.path)
+    if checkpoint.provenance:
+        print(f"warning: {checkpoint.provenance}")
+    rows = [(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.name not in ("defaults", "sources")]
+    rows += [(name, value) for name, value in spec.defaults.items()]
+    shown = [(name, _shown(value), spec.sources.get(name, "")) for name, value in rows]
+    first, second = (max(len(row[i]) for row in shown) for i in (0, 1))
+    for name, value, source in shown:
+        print(f"  {name:<{first}}  {value:<{second}}  {source}".rstrip())
+    for problem in problems:
+        print(f"problem: {problem}")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

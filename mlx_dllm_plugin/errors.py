@@ -1,0 +1,24 @@
+"""What goes wrong, said in one sentence."""
+
+from __future__ import annotations
+
+import sys
+
+PREFIX = "[mlx-dllm-plugin]"
+
+
+class DiffusionError(ValueError):
+    """A request that cannot be decoded as asked. The message is one sentence for the user: the thing, its value,
+    what was expected, and the way out."""
+
+
+class CheckpointError(DiffusionError, FileNotFoundError):
+    """A checkpoint or run directory with something missing or broken in it."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+def note(message: str) -> None:
+    """Print one line for the user on stderr."""
+    print(f"{PREFIX} {message}", file=sys.stderr, flush=True)

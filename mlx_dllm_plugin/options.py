@@ -1,0 +1,237 @@
+"""THE table of options: name, type, default, meaning. Command lines, the server and the documentation are made from it.
+
+Each field's metadata holds what is known about it. A value of None means "the family's own".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any
+
+from .errors import DiffusionError
+
+MODES = ("auto", "ar", "diffusion")
+
+
+def _option(
+    kind: str,
+    help: str,
+    *,
+    default: Any = None,
+    expected: str = "",
+    valid: Callable[[Any], bool] | None = None,
+    choices: Sequence[str] = (),
+    host: bool = False,
+    common: bool = True,
+    cli: bool = True,
+) -> Any:
+    """
+    Args:
+        kind: int, float, bool, str, ints or object.
+        expected: what a valid value is, for the error message.
+        host: the hosts have this option already, under the same name.
+        common: every rule takes it; otherwise only the rules that list it in ``uses``.
+        cli: offered on command lines.
+    """
+    metadata = dict(
+        kind=kind, help=help, expected=expected, valid=valid, choices=tuple(choices), host=host, common=common, cli=cli
+    )
+    return field(default=default, metadata=metadata)
+
+
+def _positive(value: int) -> bool:
+    return value >= 1
+
+
+def _share(value: float) -> bool:
+    return 0 <= value <= 1
+
+
+def _not_negative(value: float) -> bool:
+    return value >= 0
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options that act when a checkpoint is loaded."""
+
+    mode: str = _option(
+        "str",
+        "auto: checkpoints with a diffusion spec decode by diffusion, all others as before; ar: autoregressive; "
+        "diffusion: refuse checkpoints without a diffusion spec",
+        default="auto",
+        choices=MODES,
+    )
+    family: str | None = _option("str", "treat the checkpoint as one of this diffusion family, whatever it declares")
+    tokenizer: str | None = _option(
+        "str", "directory with the tokenizer files, for a checkpoint that has none (an a2d checkpoint-<N>)"
+    )
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """
+    How to decode one row. Frozen; ``dataclasses.replace`` makes a variant. None means "the family's own".
+
+    Raises:
+        DiffusionError: a value of the wrong type or out of range, named with what was expected.
+    """
+
+    max_tokens: int | None = _option(
+        "int",
+        "cap on the output in tokens",
+        expected="a positive integer, or -1 for as many as the context holds",
+        valid=lambda n: n >= 1 or n == -1,
+        host=True,
+    )
+    canvas_length: int | None = _option(
+        "int",
+        "length of a fixed canvas in tokens, prompt included; by default prompt + max tokens if that is given, else "
+        "the family's own",
+        expected="a positive integer",
+        valid=_positive,
+    )
+    max_denoising_steps: int | None = _option(
+        "int", "denoising steps for the whole canvas", expected="a positive integer", valid=_positive
+    )
+    block_length: int | None = _option(
+        "int",
+        "fill the canvas block by block, each of this many tokens, from left to right",
+        expected="a positive integer",
+        valid=_positive,
+        common=False,
+    )
+    unmasking: str | None = _option("str", "rule that picks the positions to commit")
+    temp: float | None = _option(
+        "float", "sampling temperature; 0 is greedy", expected="0 or more", valid=_not_negative, host=True
+    )
+    top_p: float | None = _option("float", "sampling top-p", expected="within [0, 1]", valid=_share, host=True)
+    top_k: int | None = _option(
+        "int", "sampling top-k; 0 is off", expected="0 or a positive integer", valid=_not_negative, host=True
+    )
+    min_p: float | None = _option("float", "sampling min-p", expected="within [0, 1]", valid=_share, host=True)
+    seed: int | None = _option("int", "random seed", expected="0 or more", valid=_not_negative, host=True)
+    confidence_temperature: float | None = _option(
+        "float",
+        "temperature of the confidences that rank positions; it does not change which token a position gets",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    mask_token_id: int | None = _option(
+        "int", "id of the mask token, for a checkpoint that does not say", expected="0 or more", valid=_not_negative
+    )
+    suppress_tokens: tuple[int, ...] | None = _option(
+        "ints", "token ids never to emit, beside the mask", expected="token ids, 0 or more", valid=_not_negative
+    )
+    stop_at_eos: bool | None = _option(
+        "bool", "stop when everything up to the first end-of-sequence token is committed (default: true)"
+    )
+    eos_token_ids: tuple[int, ...] | None = _option(
+        "ints", "end-of-sequence ids", expected="token ids, 0 or more", valid=_not_negative, cli=False
+    )
+    full_logprobs: bool | None = _option(
+        "bool", "keep the log-probabilities of the whole vocabulary for every token, not only the top 20", cli=False
+    )
+    sampler: Callable[..., Any] | None = _option(
+        "object",
+        "a host's sampler: called on rows [n, vocabulary] of log-probabilities, returns n token ids",
+        cli=False,
+    )
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+def table() -> tuple[Field[Any], ...]:
+    """All options, in the order of the documentation."""
+    return (*fields(LoadOptions), *fields(DecodingOptions))
+
+
+def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Sort keyword values into (load options, decoding options, everything else)."""
+    load, decoding, rest = {}, {}, {}
+    load_names = {f.name for f in fields(LoadOptions)}
+    decoding_names = {f.name for f in fields(DecodingOptions)}
+    for name, value in values.items():
+        (load if name in load_names else decoding if name in decoding_names else rest)[name] = value
+    return load, decoding, rest
+
+
+def merge(*layers: Mapping[str, Any]) -> DecodingOptions:
+    """Options from layers of values, later layers first; None counts as absent."""
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values.update({name: value for name, value in layer.items() if value is not None})
+    return DecodingOptions(**values)
+
+
+def parse(option: Field[Any], text: str) -> Any:
+    """A command line's text as the option's value. Raises DiffusionError."""
+    kind = option.metadata["kind"]
+    try:
+        if kind == "int":
+            value: Any = int(text)
+        elif kind == "float":
+            value = float(text)
+        elif kind == "bool":
+            value = {"true": True, "t": True, "false": False, "f": False}[text.lower()]
+        elif kind == "ints":
+            value = tuple(int(part) for part in text.replace(",", " ").split())
+        else:
+            value = text
+    except (ValueError, KeyError):
+        raise DiffusionError(_refusal(option, text)) from None
+    return _checked(option, value)
+
+
+def _check(options: Any) -> None:
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if value is not None:
+            object.__setattr__(options, option.name, _checked(option, value))
+
+
+def _checked(option: Field[Any], value: Any) -> Any:
+    kind, choices, valid = (option.metadata[key] for key in ("kind", "choices", "valid"))
+    if kind == "object":
+        good = callable(value)
+    elif kind == "int":
+        good = isinstance(value, int) and not isinstance(value, bool)
+    elif kind == "float":
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    elif kind == "bool":
+        good = isinstance(value, bool)
+    elif kind == "ints":
+        value = (value,) if isinstance(value, int) else value
+        good = isinstance(value, (list, tuple, set, frozenset)) and all(
+            isinstance(v, int) and not isinstance(v, bool) and valid(v) for v in value
+        )
+        value = tuple(sorted(value)) if good else value
+    else:
+        good = isinstance(value, str) and (not choices or value in choices)
+    if not good or (valid is not None and kind in ("int", "float") and not valid(value)):
+        raise DiffusionError(_refusal(option, value))
+    return value
+
+
+def _refusal(option: Field[Any], value: Any) -> str:
+    words = {
+        "int": "an integer",
+        "float": "a number",
+        "bool": "true or false",
+        "ints": "token ids",
+        "object": "a callable",
+        "str": "text",
+    }
+    choices = option.metadata["choices"]
+    expected = option.metadata["expected"] or (f"one of {', '.join(choices)}" if choices else "")
+    return f"{option.name} must be {expected or words[option.metadata['kind']]}, got {value!r}."
+
+
+__all__ = ["MODES", "DecodingOptions", "LoadOptions", "merge", "parse", "replace", "split", "table"]

@@ -1,0 +1,42 @@
+"""The two schedules of a2d checkpoints: a2d's own and mlx-dllm's. They differ in rounding (21 combinations of masks and
+steps below 64), and in that mlx-dllm removes the mask id before the softmax, which raises the confidence of positions
+that favoured it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import Rule
+from .low_confidence import token_probability
+
+
+def _cumulative(masks: int, steps: int, total: Callable[[int], int]) -> list[int]:
+    """Commits per step from running totals; the last step commits what is left."""
+    totals = [masks if step == steps - 1 else min(max(total(step), 0), masks) for step in range(steps)]
+    return [now - before for now, before in zip(totals, [0, *totals[:-1]], strict=True)]
+
+
+def a2d_schedule(masks: int, steps: int) -> list[int]:
+    """round((i + 1) / K * M) committed after step i, in that order of operations (a2d's sampler)."""
+    return _cumulative(masks, steps, lambda step: round((step + 1) / steps * masks))
+
+
+def mlx_dllm_schedule(masks: int, steps: int) -> list[int]:
+    """round((i + 1) * M / K) committed after step i (mlx-dllm's denoise)."""
+    return _cumulative(masks, steps, lambda step: round((step + 1) * masks / steps))
+
+
+A2D = Rule(
+    name="a2d",
+    about="a2d's own sampler: the most confident positions, round((i+1)/K*M) in all after step i",
+    schedule=a2d_schedule,
+    confidence=token_probability,
+    uses=frozenset({"confidence_temperature"}),
+)
+MLX_DLLM = Rule(
+    name="mlx_dllm",
+    about="mlx-dllm's denoise: round((i+1)*M/K) in all after step i, the mask id removed before the softmax",
+    schedule=mlx_dllm_schedule,
+    confidence=token_probability,
+    drop_mask=True,
+)

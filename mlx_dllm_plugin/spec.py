@@ -1,0 +1,199 @@
+"""DiffusionSpec: all that decoding must know about a checkpoint, where each value came from, and how it is resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .errors import CheckpointError, DiffusionError, note
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .families import Family
+    from .options import LoadOptions
+
+
+@dataclass(frozen=True)
+class DiffusionSpec:
+    """
+    Args:
+        family: name of the family that decodes the checkpoint.
+        logits: the logits of position i predict token i (``in_place``) or token i + 1 (``shifted``).
+        attention: every position sees every position (``bidirectional``), or all up to its block's end.
+        canvas: length decided at the start (``fixed``) or growing by block.
+        unmasking: name of the default rule.
+        mask_token_id: id of the mask token; None when nothing says, then the option must.
+        eos_token_ids: ids that end the output.
+        vocab_size: rows of the embedding; every id must be below it.
+        context_length: longest canvas in tokens, or None if unbounded.
+        defaults: the family's own values of decoding options.
+        sources: where each value came from, by name.
+    """
+
+    family: str
+    logits: Literal["in_place", "shifted"]
+    attention: Literal["bidirectional", "block_causal"]
+    canvas: Literal["fixed", "growing"]
+    unmasking: str
+    mask_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    context_length: int | None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
+    """
+    The family that decodes a checkpoint, or None when it is autoregressive.
+
+    Args:
+        family: force this family, whatever the checkpoint declares.
+
+    Raises:
+        DiffusionError: an unknown family name, or a checkpoint that declares itself diffusion of an unknown family.
+    """
+    from .families import FAMILIES
+
+    if family is not None:
+        forced = FAMILIES.get(family)
+        if checkpoint.config.get("model_type") not in forced.model_types:
+            raise DiffusionError(
+                f"Family {family!r} decodes checkpoints of model_type {' or '.join(forced.model_types)}, but "
+                f"{checkpoint.path / 'config.json'} says {checkpoint.config.get('model_type')!r}."
+            )
+        return forced
+    for source in (FAMILIES.builtin, FAMILIES.others):
+        claims = {claim.name: claim for claim in source() if claim.claims(checkpoint)}
+        if len(claims) > 1:
+            raise DiffusionError(
+                f"{checkpoint.path}: the families {', '.join(claims)} all claim it; choose one with family."
+            )
+        if claims:
+            return next(iter(claims.values()))
+    if checkpoint.a2d is not None:
+        raise DiffusionError(
+            f"{checkpoint.path} is an a2d diffusion checkpoint of model_type "
+            f"{checkpoint.config.get('model_type')!r}, which this version cannot decode; it decodes "
+            f"{', '.join(FAMILIES.names())}."
+        )
+    return None
+
+
+def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
+    """
+    The spec of a checkpoint. Each value comes from the ``a2d`` block, config.json, generation_config.json, the
+    tokenizer's declared mask token, the family's token looked up in the vocabulary, or the family; in that order.
+
+    Raises:
+        CheckpointError: a value that is missing or impossible.
+    """
+    config, where = checkpoint.config, checkpoint.path / "config.json"
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise CheckpointError(f"{where}: vocab_size must be a positive integer, got {vocab_size!r}.")
+    sources = {name: f"the family {family.name}" for name in ("logits", "attention", "canvas", "unmasking")}
+    if checkpoint.a2d:
+        sources["family"] = "the a2d block"
+    else:
+        sources["family"] = "the run's manifest" if family.claims(checkpoint) else "forced by the family option"
+    sources["vocab_size"] = "config.json"
+
+    mask, sources["mask_token_id"] = _mask_token_id(checkpoint, family)
+    check_mask_token_id(mask, vocab_size, sources["mask_token_id"])
+    eos, sources["eos_token_ids"] = _eos_token_ids(checkpoint)
+    context, sources["context_length"] = None, "nothing says: unbounded"
+    for name in ("n_positions", "max_position_embeddings"):
+        if isinstance(config.get(name), int):
+            context, sources["context_length"] = config[name], f"config.json ({name})"
+            break
+    defaults = family.defaults(checkpoint)
+    sources |= dict.fromkeys(defaults, "the a2d block" if checkpoint.a2d else f"the family {family.name}")
+    return DiffusionSpec(
+        family=family.name,
+        logits=family.logits,
+        attention=family.attention,
+        canvas=family.canvas,
+        unmasking=family.unmasking,
+        mask_token_id=mask,
+        eos_token_ids=eos,
+        vocab_size=vocab_size,
+        context_length=context,
+        defaults=defaults,
+        sources=sources,
+    )
+
+
+def check_mask_token_id(mask: Any, vocab_size: int, source: str) -> None:
+    """Raises CheckpointError unless it is None or an id inside the embedding."""
+    if mask is None:
+        return
+    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < vocab_size:
+        raise CheckpointError(
+            f"mask_token_id must be an id within the embedding of {vocab_size} rows (0 to {vocab_size - 1}), "
+            f"got {mask!r} from {source}."
+        )
+
+
+def prepare(path: Path, overrides: dict[str, Any] | None, options: LoadOptions) -> tuple[Family, DiffusionSpec] | None:
+    """
+    What loading needs to know before any weight is read: the family and spec, or None for an autoregressive model.
+
+    Raises:
+        DiffusionError: the checkpoint cannot be decoded in the mode asked for, in one sentence with the way out.
+    """
+    if options.mode == "auto" and options.family is None and not (path / "config.json").is_file():
+        return None
+    checkpoint = open_checkpoint(path, overrides)
+    family = detect(checkpoint, options.family)
+    if family is None:
+        if options.mode == "diffusion":
+            raise DiffusionError(
+                f"{path} has no diffusion spec (model_type {checkpoint.config.get('model_type')!r}, no family claims "
+                "it): leave out --mode diffusion to decode it autoregressively, or force a family with --family."
+            )
+        return None
+    if options.mode == "ar":
+        raise DiffusionError(
+            f"{path} is a bidirectional diffusion checkpoint of the family {family.name}, which writes nonsense when "
+            "decoded autoregressively: leave out --mode ar."
+        )
+    spec = resolve(checkpoint, family)
+    if checkpoint.provenance:
+        note(f"warning: {checkpoint.provenance}")
+    return family, spec
+
+
+def _mask_token_id(checkpoint: Checkpoint, family: Family) -> tuple[Any, str]:
+    block = checkpoint.a2d or {}
+    declared = checkpoint.tokenizer_config.get("mask_token")
+    declared = declared.get("content") if isinstance(declared, dict) else declared
+    candidates = (
+        (block.get("mask_token_id"), "the a2d block"),
+        (checkpoint.config.get("mask_token_id"), "config.json"),
+        (checkpoint.generation_config.get("mask_token_id"), "generation_config.json"),
+        (checkpoint.added_tokens.get(declared or ""), f"the tokenizer's mask token {declared!r}"),
+        (checkpoint.added_tokens.get(family.mask_token or ""), f"the token {family.mask_token!r} in the vocabulary"),
+        (family.mask_token_id, f"the family {family.name}"),
+    )
+    for value, source in candidates:
+        if value is not None:
+            return value, source
+    return None, "nothing says: give mask_token_id (--mask-token-id)"
+
+
+def _eos_token_ids(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str]:
+    declared = checkpoint.tokenizer_config.get("eos_token")
+    declared = declared.get("content") if isinstance(declared, dict) else declared
+    candidates = (
+        (checkpoint.generation_config.get("eos_token_id"), "generation_config.json"),
+        (checkpoint.config.get("eos_token_id"), "config.json"),
+        (checkpoint.added_tokens.get(declared or ""), f"the tokenizer's eos token {declared!r}"),
+    )
+    for value, source in candidates:
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (value,), source
+    return (), "nothing says: the output is never cut"

@@ -1,0 +1,221 @@
+"""Command lines of the hosts: our options in their parsers, and errors as one sentence.
+
+The hosts build their parsers inside `main()` and pass named arguments on, so nothing extra would travel. The module's
+own `argparse` is replaced by a copy whose parser adds our options, and takes their values out of the namespace again:
+the host sees what it would see without us. The values wait here until the host calls `load` and `stream_generate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from ..errors import PREFIX, DiffusionError
+from ..options import LoadOptions, parse, split, table
+
+_PREFIX = "_mlx_dllm_"
+
+
+@dataclass
+class Command:
+    """A host's command that is running. A plain global, not a context variable: the server generates in a thread.
+
+    Args:
+        name: such as ``mlx_lm.generate``.
+        refuses: why it cannot take diffusion checkpoints, or "" if it can.
+        load: the values of `LoadOptions` given on its command line.
+        decoding: those of `DecodingOptions`.
+        given: names of the host's own options that were given.
+        host: the namespace the host sees.
+    """
+
+    name: str
+    refuses: str = ""
+    load: dict[str, Any] = field(default_factory=dict)
+    decoding: dict[str, Any] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
+    host: argparse.Namespace = field(default_factory=argparse.Namespace)
+
+
+_running: Command | None = None
+
+
+def running() -> Command | None:
+    """The command whose `main()` is running, or None in a script."""
+    return _running
+
+
+def load_options() -> LoadOptions:
+    """The load options of the running command."""
+    return LoadOptions(**(_running.load if _running else {}))
+
+
+def guarded(name: str, refuses: str = "") -> Callable[..., Any]:
+    """A replacement of a command's `main()`: our errors become one line on stderr and exit status 1."""
+
+    def main(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with _command(name, refuses):
+            return original(*args, **kwargs)
+
+    return main
+
+
+@contextlib.contextmanager
+def _command(name: str, refuses: str) -> Iterator[None]:
+    global _running
+    before, _running = _running, Command(name, refuses)
+    try:
+        yield
+    except DiffusionError as error:
+        print(f"{PREFIX} error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        _running = before
+
+
+def refuse(what: str) -> DiffusionError:
+    """The refusal of an entry point that cannot decode diffusion checkpoints."""
+    return DiffusionError(
+        f"{what} does not work with diffusion checkpoints in this version: use mlx_lm.generate, "
+        "mlx_lm.stream_generate or mlx_dllm_plugin.decode."
+    )
+
+
+def refuse_if_diffusion(model: Any, what: str) -> None:
+    """Raises DiffusionError when the model has a diffusion spec."""
+    if getattr(model, "diffusion_spec", None) is not None:
+        raise refuse(what)
+
+
+def with_options(old: ModuleType) -> ModuleType:
+    """A copy of the argparse module whose parsers offer the option table."""
+    new = ModuleType(old.__name__, old.__doc__)
+    vars(new).update(vars(old))
+    new.ArgumentParser = _Parser  # type: ignore[attr-defined]
+    return new
+
+
+class _Unset:
+    """Default of a host option that we must tell from the same value given by the user."""
+
+    def __init__(self, default: Any):
+        self.default = default
+
+    def __repr__(self) -> str:
+        return repr(self.default)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A host's parser with our options in a group of their own. What the host gets is unchanged."""
+
+    _ours: dict[str, argparse.Action] | None = None
+
+    def _extend(self) -> dict[str, argparse.Action]:
+        if self._ours is None:
+            self._ours = {}
+            group = self.add_argument_group("diffusion options (mlx-dllm-plugin)")
+            taken = set(self._option_string_actions)
+            for option in table():
+                flag = "--" + option.name.replace("_", "-")
+                if not option.metadata["cli"] or option.metadata["host"] or flag in taken:
+                    continue
+                self._ours[option.name] = group.add_argument(
+                    flag,
+                    dest=_PREFIX + option.name,
+                    default=None,
+                    type=_type_of(option),
+                    choices=option.metadata["choices"] or None,
+                    metavar=None if option.metadata["choices"] else option.metadata["kind"].upper(),
+                    help=option.metadata["help"],
+                )
+        return self._ours
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        ours = self._extend()
+        watched = [action for action in self._actions if action.dest == "max_tokens"]
+        for action in watched:
+            action.default = _Unset(action.default)
+        try:
+            namespace, rest = super().parse_known_args(args, namespace)
+        finally:
+            for action in watched:
+                action.default = action.default.default
+        given = set(vars(namespace)) - {_PREFIX + name for name in ours}
+        for action in watched:
+            value = getattr(namespace, action.dest)
+            if isinstance(value, _Unset):
+                setattr(namespace, action.dest, value.default)
+                given.discard(action.dest)
+        values = {}
+        for name, action in ours.items():
+            values[name] = getattr(namespace, action.dest)
+            delattr(namespace, action.dest)
+        values = {name: value for name, value in values.items() if value is not None}
+        if _running is not None:
+            _running.load, _running.decoding, _ = split(values)
+            _running.given, _running.host = given, namespace
+            if _running.load.get("mode") == "diffusion":
+                if getattr(namespace, "model", "") is None:
+                    self.error("--mode diffusion needs --model: the directory or hub id of a diffusion checkpoint")
+                check_host_options()
+        return namespace, rest
+
+    def format_help(self) -> str:
+        from ..families import FAMILIES
+        from ..samplers import RULES
+
+        ours = self._extend()
+        for name, known in (("unmasking", RULES.names()), ("family", FAMILIES.names())):
+            if name in ours:
+                ours[name].help = f"{ours[name].help}: {', '.join(known)}"
+        return super().format_help()
+
+    def format_usage(self) -> str:
+        self._extend()
+        return super().format_usage()
+
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """Abbreviations of the host's options stay what they are without us: `--mod` is `--model`."""
+        found = super()._get_option_tuples(option_string)  # type: ignore[misc]
+        ours = set((self._ours or {}).values())
+        return [match for match in found if match[0] not in ours] or found
+
+
+def _type_of(option: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return parse(option, text)
+        except DiffusionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+# Options of mlx_lm.generate that have no meaning when a fixed canvas is denoised.
+NO_MEANING = {
+    "draft_model": "speculative decoding drafts tokens from left to right",
+    "prompt_cache_file": "the prompt is computed anew in every step, so there is no prompt cache",
+    "prompt_cache": "the prompt is computed anew in every step, so there is no prompt cache",
+    "kv_bits": "the prompt is computed anew in every step, so there is no KV cache",
+    "max_kv_size": "the prompt is computed anew in every step, so there is no KV cache",
+    "input_embeddings": "canvases are made of token ids",
+}
+
+
+def refuse_meaningless(values: dict[str, Any], spelled: Callable[[str], str] = str) -> None:
+    """Raises DiffusionError when an autoregressive option is set."""
+    for name, why in NO_MEANING.items():
+        if values.get(name) is not None:
+            raise DiffusionError(f"{spelled(name)} does not work with diffusion ({why}): leave it out.")
+
+
+def check_host_options() -> None:
+    """Raises DiffusionError when the running command was given an autoregressive option."""
+    if _running is not None:
+        refuse_meaningless(vars(_running.host), lambda name: "--" + name.replace("_", "-"))

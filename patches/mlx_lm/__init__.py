@@ -1,0 +1,18 @@
+"""What is changed in mlx_lm: one file per upstream module, at the same path."""
+
+MODULES = (
+    "utils",
+    "generate",
+    "chat",
+    "server",
+    "cache_prompt",
+    "benchmark",
+    "perplexity",
+    "evaluate",
+    "lora",
+    "tuner.trainer",
+    "quant.awq",
+    "quant.dwq",
+    "quant.dynamic_quant",
+    "quant.gptq",
+)

@@ -1,0 +1,262 @@
+"""Generation: models with a diffusion spec are denoised, token by token through the host's own response type."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .. import Patch, Redirect, Replace, cli
+
+# Options that steer the autoregressive loop and say nothing about the output of another one.
+_IGNORED = {"prefill_step_size", "kv_group_size", "quantized_kv_start", "num_draft_tokens"}
+
+
+@dataclass
+class _Request:
+    """One call of `stream_generate` with a diffusion model, sorted out."""
+
+    model: Any
+    tokenizer: Any
+    prompt: Any
+    options: Any
+    stream: Any
+    progress: Any = None
+
+
+def _module() -> Any:
+    return sys.modules["mlx_lm.generate"]
+
+
+@functools.cache
+def _response_class() -> type:
+    """GenerationResponse with the rule and the number of forwards so far, since one forward commits several tokens."""
+
+    @dataclass
+    class DiffusionResponse(_module().GenerationResponse):
+        forwards: int = 0
+        unmasking: str = ""
+
+    return DiffusionResponse
+
+
+def _only_ours(*more: str) -> set[str]:
+    """Names of the options that upstream does not know."""
+    from ...options import table
+
+    return {o.name for o in table() if not o.metadata["host"]} - {"sampler", "mode"} | set(more)
+
+
+def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request | None:
+    """What the call asks for; None when the model is autoregressive. Raises DiffusionError."""
+    from ...errors import DiffusionError
+    from ...options import merge, split
+
+    call = inspect.signature(original).bind(*args, **kwargs)
+    given = dict(call.arguments)
+    extra = given.pop("kwargs", {})
+    load, decoding, rest = split(extra)
+    command = cli.running()
+    mode = load.get("mode") or cli.load_options().mode
+    model, spec = given["model"], getattr(given["model"], "diffusion_spec", None)
+    if spec is None:
+        ours = {**(command.decoding if command else {}), **load, **decoding}
+        only = sorted(name for name, value in ours.items() if name in _only_ours() and value is not None)
+        if mode == "diffusion" or only:
+            asked = f"{only[0]} is an option of diffusion decoding" if only else "mode 'diffusion' was asked for"
+            raise DiffusionError(
+                f"{asked}, but this {type(model).__module__} model has no diffusion spec: leave it out to decode "
+                "autoregressively, or load a diffusion checkpoint."
+            )
+        return None
+    if mode == "ar":
+        raise DiffusionError(
+            f"This is a bidirectional diffusion model of the family {spec.family}, which writes nonsense when decoded "
+            "autoregressively: leave out mode 'ar'."
+        )
+    cli.refuse_meaningless({**rest, "draft_model": given.get("draft_model")})
+    if rest.get("logits_processors"):
+        raise DiffusionError(
+            "logits_processors read the tokens to the left, which diffusion does not write first: leave them out."
+        )
+    unknown = sorted(set(rest) - _IGNORED - set(cli.NO_MEANING) - {"logits_processors", "prompt_progress_callback"})
+    if unknown:
+        raise TypeError(f"stream_generate() got an unexpected keyword argument {unknown[0]!r}")
+    if decoding.get("sampler") is _module().greedy_sampler:
+        del decoding["sampler"]
+    from_parser = command is not None and "max_tokens" not in command.given
+    if "max_tokens" in given and not from_parser:
+        decoding["max_tokens"] = given["max_tokens"]
+    tokenizer = given["tokenizer"]
+    if not isinstance(tokenizer, _module().TokenizerWrapper):
+        tokenizer = _module().TokenizerWrapper(tokenizer)
+    prompt = given["prompt"]
+    if isinstance(prompt, str):
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        prompt = tokenizer.encode(prompt, add_special_tokens=special)
+    options = merge(
+        {"eos_token_ids": tuple(sorted(tokenizer.eos_token_ids))}, command.decoding if command else {}, decoding
+    )
+    stream = given.get("stream", _module().generation_stream)
+    return _Request(model, tokenizer, prompt, options, stream, rest.get("prompt_progress_callback"))
+
+
+def stream_generate(original: Any, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """`stream_generate`: one response per token, as soon as the token can no longer change."""
+    request = _sort_out(original, args, kwargs)
+    if request is None:
+        yield from original(*args, **{name: value for name, value in kwargs.items() if name not in _only_ours("mode")})
+        return
+    yield from _denoise(request)
+
+
+def _denoise(request: _Request) -> Iterator[Any]:
+    import mlx.core as mx
+
+    from ...decode import Released, stream_decode
+    from ...errors import DiffusionError
+
+    host, spec = _module(), request.model.diffusion_spec
+    unmasking = request.options.unmasking or spec.unmasking
+    events = stream_decode(request.model, request.prompt, request.options, stream=request.stream)
+    prompt_tokens = len(request.prompt)
+    detokenizer = request.tokenizer.detokenizer
+    progress = request.progress or (lambda done, total: None)
+    progress(0, prompt_tokens)
+    count, prompt_time = 0, 0.0
+    with host.wired_limit(request.model, [request.stream]):
+        start = time.perf_counter()
+        for event in events:
+            if not prompt_time:
+                prompt_time = time.perf_counter() - start
+                progress(prompt_tokens, prompt_tokens)
+            if not isinstance(event, Released):
+                continue
+            for i, (token, logprobs) in enumerate(zip(event.tokens, event.logprobs, strict=True)):
+                count += 1
+                reason = event.reason if i == len(event.tokens) - 1 else None
+                if reason != "stop":
+                    detokenizer.add_token(token)
+                if reason:
+                    detokenizer.finalize()
+                yield _response_class()(
+                    text=detokenizer.last_segment,
+                    token=token,
+                    logprobs=logprobs.vector(spec.vocab_size),
+                    from_draft=False,
+                    prompt_tokens=prompt_tokens,
+                    prompt_tps=prompt_tokens / prompt_time,
+                    generation_tokens=count,
+                    generation_tps=count / (time.perf_counter() - start),
+                    peak_memory=mx.get_peak_memory() / 1e9,
+                    finish_reason=reason,
+                    forwards=event.nfe,
+                    unmasking=unmasking,
+                )
+    if not count:
+        raise DiffusionError(
+            f"The canvas of {prompt_tokens} tokens is full of prompt: say how many tokens to write with max_tokens "
+            "(--max-tokens)."
+        )
+
+
+def generate(original: Any, /, *args: Any, **kwargs: Any) -> str:
+    """`generate`: as upstream, and in the statistics what diffusion adds."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    given = call.arguments
+    if getattr(given["model"], "diffusion_spec", None) is None:
+        return original(*args, **kwargs)
+    verbose = given.get("verbose", False)
+    text, response, first, interrupted = "", None, 0.0, False
+    start = time.perf_counter()
+    responses = _module().stream_generate(
+        given["model"], given["tokenizer"], given["prompt"], **given.get("kwargs", {})
+    )
+    try:
+        for response in responses:
+            if not first:
+                first = time.perf_counter() - start
+                if verbose:
+                    print("=" * 10)
+            text += response.text
+            if verbose:
+                print(response.text, end="", flush=True)
+    except KeyboardInterrupt:
+        if cli.running() is None:
+            raise
+        interrupted = True
+    if verbose:
+        print()
+        print("=" * 10)
+        if response is None or (not text and not interrupted):
+            print("No text generated for this prompt")
+        if response is not None:
+            _print_statistics(response, first)
+    if interrupted:
+        if not verbose:
+            print(text)
+        print("[mlx-dllm-plugin] interrupted", file=sys.stderr)
+        raise SystemExit(130)
+    return text
+
+
+def _print_statistics(response: Any, first: float) -> None:
+    print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
+    print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
+    per_forward = response.generation_tokens / response.forwards
+    print(
+        f"Diffusion: {response.unmasking}, {response.forwards} forwards, {per_forward:.2f} tokens per forward, "
+        f"first token after {first:.3f} s"
+    )
+    print(f"Peak memory: {response.peak_memory:.3f} GB")
+
+
+def generate_step(original: Any, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    cli.refuse_if_diffusion(call.arguments["model"], "mlx_lm.generate.generate_step")
+    yield from original(*args, **kwargs)
+
+
+def speculative_generate_step(original: Any, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    for model in (call.arguments["model"], call.arguments["draft_model"]):
+        cli.refuse_if_diffusion(model, "Speculative decoding")
+    yield from original(*args, **kwargs)
+
+
+def batch_generate(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    cli.refuse_if_diffusion(call.arguments["model"], "mlx_lm.batch_generate")
+    return original(*args, **kwargs)
+
+
+def batch_generator(original: Any, /, *args: Any, **kwargs: Any) -> None:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    # Its __del__ calls close(), which reads this; a refused constructor must not print an ignored exception.
+    call.arguments["self"]._old_wired_limit = None
+    cli.refuse_if_diffusion(call.arguments["model"], "mlx_lm.generate.BatchGenerator")
+    original(*args, **kwargs)
+
+
+PATCH = Patch(
+    target="mlx_lm.generate",
+    reason="diffusion checkpoints cannot be decoded",
+    changes=(
+        Redirect(
+            "stream_generate",
+            stream_generate,
+            parameters=("model", "tokenizer", "prompt", "max_tokens", "draft_model", "kwargs"),
+        ),
+        Redirect("generate", generate, parameters=("model", "tokenizer", "prompt", "verbose", "kwargs")),
+        Redirect("generate_step", generate_step, parameters=("model",)),
+        Redirect("speculative_generate_step", speculative_generate_step, parameters=("model", "draft_model")),
+        Redirect("batch_generate", batch_generate, parameters=("model",)),
+        Redirect("BatchGenerator.__init__", batch_generator, parameters=("self", "model")),
+        Redirect("main", cli.guarded("mlx_lm.generate"), reason="errors end in a traceback"),
+        Replace("argparse", cli.with_options, reason="mlx_lm.generate does not offer the diffusion options"),
+    ),
+)

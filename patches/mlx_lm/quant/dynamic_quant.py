@@ -1,0 +1,5 @@
+"""See the package."""
+
+from . import refusal
+
+PATCH = refusal("quant.dynamic_quant")

@@ -1,0 +1,53 @@
+"""The server batches with caches and serves prompt suffixes, neither of which a fixed canvas has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .. import Patch, Redirect, Replace, cli
+
+
+def load(original: Any, /, self: Any, *args: Any, **kwargs: Any) -> None:
+    """`ModelProvider._load`: a request that names a diffusion checkpoint gets the sentence as its error."""
+    original(self, *args, **kwargs)
+    try:
+        cli.refuse_if_diffusion(self.model, "mlx_lm.server")
+    except ValueError:
+        self.reset()
+        raise
+
+
+def with_check(old: ModuleType) -> ModuleType:
+    """The argparse module, with a parser that refuses a local diffusion checkpoint before the server starts: later it
+    would only end the generation thread."""
+    new = ModuleType(old.__name__, old.__doc__)
+    vars(new).update(vars(old))
+
+    class Parser(old.ArgumentParser):  # type: ignore[name-defined, misc]
+        def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+            from ...checkpoint import open_checkpoint, resolve_run_directory
+            from ...spec import detect
+
+            namespace = super().parse_args(*args, **kwargs)
+            path = Path(namespace.model) if getattr(namespace, "model", None) else None
+            if path is not None and path.is_dir():
+                path = resolve_run_directory(path)
+                if (path / "config.json").is_file() and detect(open_checkpoint(path)) is not None:
+                    raise cli.refuse("mlx_lm.server")
+            return namespace
+
+    new.ArgumentParser = Parser  # type: ignore[attr-defined]
+    return new
+
+
+PATCH = Patch(
+    target="mlx_lm.server",
+    reason="a diffusion checkpoint ends the server's generation thread",
+    changes=(
+        Redirect("ModelProvider._load", load, parameters=("self", "model_path")),
+        Redirect("main", cli.guarded("mlx_lm.server")),
+        Replace("argparse", with_check),
+    ),
+)

@@ -1,0 +1,143 @@
+"""Loading: run directories are resolved, diffusion checkpoints get their spec, broken ones one sentence."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from .. import Patch, Redirect, cli
+
+
+def download(original: Any, /, path_or_hf_repo: Any, *args: Any, **kwargs: Any) -> Path:
+    """`_download`, which also resolves a run directory to what is loaded from it."""
+    from ...checkpoint import is_run_directory, resolve_run_directory
+    from ...errors import CheckpointError
+
+    name = str(path_or_hf_repo)
+    is_local = Path(name).exists()
+    asked = cli.load_options().mode == "diffusion"
+    if asked and not is_local and not _could_be_repo(name):
+        raise CheckpointError(f"{name} does not exist; give the directory of a checkpoint or an a2d run, or a hub id.")
+    try:
+        path = original(path_or_hf_repo, *args, **kwargs)
+    except Exception as error:
+        if not asked or is_local:
+            raise
+        why = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{name} is neither a directory nor a checkpoint that can be had from the hub ({why})."
+        ) from error
+    if not is_run_directory(path):
+        return path
+    resolved = resolve_run_directory(path)
+    everything = not args[1:] and kwargs.get("allow_patterns") is None
+    if not is_local and everything and not list(resolved.glob("model*.safetensors")):
+        # The host's patterns take JSON from every folder, but weights only from the root and model/.
+        folder = resolved.relative_to(path).as_posix()
+        kwargs["allow_patterns"] = [f"{folder}/model*.safetensors", f"{folder}/*.txt", f"{folder}/*.jinja"]
+        original(path_or_hf_repo, *args, **kwargs)
+    return resolved
+
+
+def _could_be_repo(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) <= 2 and all(part and not part.startswith(".") for part in parts)
+
+
+def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`load_model`, which reads the spec first and hangs it on the loaded model."""
+    from ...checkpoint import check_weights, is_run_directory, resolve_run_directory
+    from ...spec import prepare
+
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    path = Path(given["model_path"])
+    if is_run_directory(path):
+        path = given["model_path"] = resolve_run_directory(path)
+    found = prepare(path, given["model_config"], cli.load_options())
+    if found is None:
+        return original(*call.args, **call.kwargs)
+    family, spec = found
+    command = cli.running()
+    if command is not None and command.refuses:
+        raise cli.refuse(command.refuses)
+    cli.check_host_options()
+    if given["strict"]:
+        check_weights(path)
+    given["get_model_classes"] = _classes_of(family, given["get_model_classes"])
+    model, config = original(*call.args, **call.kwargs)
+    vars(model).pop("sanitize", None)
+    family.repair(model)
+    model.diffusion_spec = spec
+    return model, config
+
+
+def _classes_of(family: Any, get_model_classes: Any) -> Any:
+    """The host's classes, with the family's hand on the configuration and the weights' names."""
+
+    def classes(config: dict[str, Any]) -> Any:
+        family.prepare_config(config)
+        model_class, args_class = get_model_classes(config=config)
+
+        def make(args: Any) -> Any:
+            model = model_class(args)
+            own = getattr(model, "sanitize", lambda weights: weights)
+            model.sanitize = lambda weights: own(family.sanitize(weights))
+            return model
+
+        return make, args_class
+
+    return classes
+
+
+def load_tokenizer(
+    original: Any, /, model_path: Any, tokenizer_config_extra: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """`load_tokenizer`, which takes the tokenizer from elsewhere on request, and never makes up an empty one."""
+    from ...checkpoint import has_tokenizer, open_checkpoint, resolve_run_directory
+    from ...errors import CheckpointError
+    from ...spec import detect
+
+    extra = dict(tokenizer_config_extra or {})
+    source = extra.pop("tokenizer", None) or cli.load_options().tokenizer
+    path = Path(model_path)
+    if source is not None:
+        path = Path(source)
+        if path.is_dir():
+            path = resolve_run_directory(path)
+        if not has_tokenizer(path):
+            raise CheckpointError(f"{source} has no tokenizer files (tokenizer.json, vocab.json, tokenizer.model).")
+        model_path = path
+    elif (path / "config.json").is_file() and not has_tokenizer(path):
+        options = cli.load_options()
+        if options.mode == "diffusion" or detect(open_checkpoint(path), options.family) is not None:
+            raise CheckpointError(
+                f"{path} has no tokenizer files: give the directory of the source model's tokenizer with "
+                "--tokenizer DIR, in Python tokenizer_config={'tokenizer': DIR}."
+            )
+    return original(model_path, extra if tokenizer_config_extra is not None else None, *args, **kwargs)
+
+
+def sharded_load(original: Any, /, repo: Any, *args: Any, **kwargs: Any) -> Any:
+    """`sharded_load`: distributed decoding is refused."""
+    loaded = original(repo, *args, **kwargs)
+    cli.refuse_if_diffusion(loaded[0], "Distributed loading (mlx_lm.utils.sharded_load)")
+    return loaded
+
+
+PATCH = Patch(
+    target="mlx_lm.utils",
+    reason="a2d run directories and diffusion checkpoints are not recognised",
+    changes=(
+        Redirect("_download", download, parameters=("path_or_hf_repo", "revision", "allow_patterns")),
+        Redirect(
+            "load_model",
+            load_model,
+            parameters=("model_path", "lazy", "strict", "model_config", "get_model_classes"),
+        ),
+        Redirect("load_tokenizer", load_tokenizer, parameters=("model_path", "tokenizer_config_extra")),
+        Redirect("sharded_load", sharded_load, parameters=("repo",)),
+    ),
+)
