@@ -22,11 +22,15 @@ from .patches import activate, deactivate, is_active  # noqa: E402
 
 if TYPE_CHECKING:
     from .decode import DecodingResult, bidirectional_forward, decode, stream_decode
+    from .demo import demo_path
+    from .diffusion import denoise, generate
     from .errors import DiffusionError
     from .options import DecodingOptions
+    from .runtime import A2DConfig, load
     from .spec import DiffusionSpec
 
 __all__ = [
+    "A2DConfig",
     "DecodingOptions",
     "DecodingResult",
     "DiffusionError",
@@ -37,17 +41,26 @@ __all__ = [
     "bidirectional_forward",
     "deactivate",
     "decode",
+    "demo_path",
+    "denoise",
+    "generate",
     "is_active",
+    "load",
     "stream_decode",
 ]
 
 _LAZY = {
+    "A2DConfig": "runtime",
     "DecodingOptions": "options",
     "DecodingResult": "decode",
     "DiffusionError": "errors",
     "DiffusionSpec": "spec",
     "bidirectional_forward": "decode",
     "decode": "decode",
+    "demo_path": "demo",
+    "denoise": "diffusion",
+    "generate": "diffusion",
+    "load": "runtime",
     "stream_decode": "decode",
 }
 

@@ -63,9 +63,7 @@ def is_run_directory(path: Path) -> bool:
     return (
         path.is_dir()
         and not (path / "config.json").exists()
-        and (
-            (path / "manifest.json").is_file() or (path / "model" / "config.json").is_file() or bool(_checkpoints(path))
-        )
+        and ((path / "manifest.json").is_file() or (path / "model").is_dir() or bool(_checkpoints(path)))
     )
 
 
@@ -79,15 +77,15 @@ def resolve_run_directory(path: Path) -> Path:
     """
     if not is_run_directory(path):
         return path
-    if (path / "model" / "config.json").is_file():
+    if (path / "model").is_dir():
         return path / "model"
-    for candidate in reversed(_checkpoints(path)):
-        if (candidate / "config.json").is_file():
-            return candidate
-    raise CheckpointError(
-        f"{path} is a run directory with nothing to load: it has neither model/config.json nor "
-        f"checkpoints/checkpoint-<N>/config.json; let the conversion save a checkpoint first."
-    )
+    checkpoints = _checkpoints(path)
+    if not checkpoints:
+        raise CheckpointError(
+            f"{path} is a run directory with nothing to load: it has neither model/ nor checkpoints/checkpoint-<N>/; "
+            "let the conversion save a checkpoint first."
+        )
+    return checkpoints[-1]
 
 
 def open_checkpoint(path: Path, overrides: dict[str, Any] | None = None) -> Checkpoint:
@@ -141,7 +139,9 @@ def check_weights(path: Path) -> None:
     files = sorted(path.glob("model*.safetensors"))
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        named = read_json(index).get("weight_map", {})
+        named = read_json(index).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise CheckpointError(f"{index} must hold a weight_map of file names; copy or download it again.")
         missing = sorted({name for name in named.values() if not (path / name).is_file()})
         if missing:
             raise CheckpointError(
@@ -168,11 +168,12 @@ def _check_safetensors(file: Path) -> None:
             raise CheckpointError(f"{file} is truncated: {size} bytes do not hold its header; {again}.")
         try:
             header = json.loads(stream.read(length))
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+            expected = 8 + length + max(ends, default=0)
         except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError):
             raise CheckpointError(f"{file} is not a safetensors file: its header cannot be read; {again}.") from None
-    if size != 8 + length + end:
-        raise CheckpointError(f"{file} is truncated or damaged: {size} bytes, {8 + length + end} expected; {again}.")
+    if size != expected:
+        raise CheckpointError(f"{file} is truncated or damaged: {size} bytes, {expected} expected; {again}.")
 
 
 def _checkpoints(path: Path) -> list[Path]:
@@ -198,9 +199,17 @@ def _run_of(path: Path) -> Path | None:
 
 def _added_tokens(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, int]:
     tokens: dict[str, int] = {}
-    for entry in read_json(path / "tokenizer.json", required=False).get("added_tokens") or ():
-        tokens[entry["content"]] = entry["id"]
-    tokens.update(read_json(path / "added_tokens.json", required=False))
-    for number, entry in (tokenizer_config.get("added_tokens_decoder") or {}).items():
-        tokens[entry["content"]] = int(number)
+    file = path / "tokenizer.json"
+    try:
+        for entry in read_json(file, required=False).get("added_tokens") or ():
+            tokens[entry["content"]] = entry["id"]
+        file = path / "added_tokens.json"
+        tokens.update(read_json(file, required=False))
+        file = path / "tokenizer_config.json"
+        for number, entry in (tokenizer_config.get("added_tokens_decoder") or {}).items():
+            tokens[entry["content"]] = int(number)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} has added tokens that cannot be read; copy or download it again.") from None
     return tokens

@@ -18,6 +18,7 @@ import numpy as np
 from .caches import FullCanvas
 from .errors import DiffusionError
 from .families import FAMILIES, Family
+from .families.a2d import whole
 from .options import DecodingOptions
 from .samplers import RULES, Rule
 from .spec import DiffusionSpec, check_mask_token_id
@@ -25,32 +26,54 @@ from .spec import DiffusionSpec, check_mask_token_id
 TOP_LOGPROBS = 20
 
 
-@dataclass(frozen=True)
 class Logprobs:
     """
     Log-probabilities of one committed token: log-softmax at temperature 1, at its own position, in the forward that
-    committed it.
+    committed it. They stay on the device until they are read.
 
     Args:
         id: the committed token.
-        token: its log-probability.
-        top: (id, log-probability) of the most likely tokens, best first, at most 20.
-        full: all of them [V] when ``full_logprobs`` was asked for, else None.
+        values: of one commit of n tokens: their own log-probabilities [n], the ids [n, 20] and log-probabilities
+            [n, 20] of the most likely tokens, and all of them [n, V] if ``full_logprobs`` was asked for, else None.
+        index: which of the n this one is.
     """
 
-    id: int
-    token: float
-    top: tuple[tuple[int, float], ...]
-    full: mx.array | None = None
+    def __init__(self, id: int, values: tuple[mx.array, mx.array, mx.array, mx.array | None], index: int):
+        self.id = id
+        self._values = values
+        self._index = index
+
+    @property
+    def token(self) -> float:
+        """Log-probability of the committed token."""
+        return float(np.array(self._values[0][self._index]))
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """(id, log-probability) of the most likely tokens, best first, at most 20."""
+        ids, values = (np.array(part[self._index]).tolist() for part in self._values[1:3])
+        return tuple(sorted(zip(ids, values, strict=True), key=lambda pair: -pair[1]))
+
+    @property
+    def full(self) -> mx.array | None:
+        """All of them [V], or None."""
+        return None if self._values[3] is None else self._values[3][self._index]
 
     def vector(self, vocab_size: int) -> mx.array:
         """All of them [V] in float32; minus infinity where they were not kept (outside the top 20)."""
         if self.full is not None:
             return self.full
-        values = np.full(vocab_size, -np.inf, dtype=np.float32)
-        values[[i for i, _ in self.top]] = [value for _, value in self.top]
-        values[self.id] = self.token
-        return mx.array(values)
+        own, ids, values, _ = self._values
+        vector = mx.full((vocab_size,), -mx.inf)
+        vector[ids[self._index]] = values[self._index]
+        vector[self.id] = own[self._index]
+        return vector
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Logprobs) and (self.id, self.token, self.top) == (other.id, other.token, other.top)
+
+    def __repr__(self) -> str:
+        return f"Logprobs(id={self.id}, token={self.token:.4f})"
 
 
 @dataclass(frozen=True)
@@ -191,29 +214,24 @@ def stream_decode(
             raise DiffusionError(
                 f"Options must be one for all rows or one per row: {len(per_row)} for {len(prompt_rows)} prompts."
             )
-    rows = [
-        _Row(index, plan(spec, prompt, own), own, spec.vocab_size)
-        for index, (prompt, own) in enumerate(zip(prompt_rows, per_row, strict=True))
-    ]
-    names = sorted({row.plan.rule.name for row in rows})
-    if len(names) > 1:
-        raise DiffusionError(f"All rows of a batch must use the same unmasking rule, got {', '.join(names)}.")
-    return _loop(model, FAMILIES.get(spec.family), rows, stream)
+    rows = [(plan(spec, prompt, own), own) for prompt, own in zip(prompt_rows, per_row, strict=True)]
+    return run(model, FAMILIES.get(spec.family), spec, rows, stream)
 
 
-def bidirectional_forward(model: Any, ids: mx.array, *, stream: Any = None) -> mx.array:
+def bidirectional_forward(model: Any, input_ids: mx.array, *, stream: Any = None) -> mx.array:
     """
-    Logits of one forward in which every position sees every position.
+    Logits of one forward in which every position sees every position; works with any mlx-lm model.
 
     Args:
-        ids: token ids [B, T], without padding.
+        input_ids: token ids [B, T], without padding.
 
     Returns:
         mx.array: logits [B, T, V], in the model's type; not shifted. The model itself stays causal.
     """
-    family = FAMILIES.get(spec_of(model).family)
+    spec = getattr(model, "diffusion_spec", None)
+    family = FAMILIES.get(spec.family) if spec is not None else whole("any")
     with mx.stream(stream) if stream is not None else contextlib.nullcontext():
-        return family.head(model, family.hidden(model, ids, [FullCanvas()] * len(model.layers)))
+        return family.head(model, family.hidden(model, input_ids, [FullCanvas()] * len(model.layers)))
 
 
 def spec_of(model: Any) -> DiffusionSpec:
@@ -228,18 +246,28 @@ def spec_of(model: Any) -> DiffusionSpec:
 
 
 class Plan(NamedTuple):
-    """What a row will do: its rule, number of masks, and per step (first mask, last mask + 1, commits)."""
+    """
+    What a row will do.
+
+    Args:
+        canvas: its ids, masks included.
+        slots: the masked positions, ascending. Blocks and output are counted in slots.
+        cap: slots of the output at most.
+        steps: per step (first slot, last slot + 1, commits); None commits means "as the rule finds", for as many
+            steps as the block takes.
+    """
 
     rule: Rule
-    prompt: tuple[int, ...]
-    masks: int
+    canvas: tuple[int, ...]
+    slots: tuple[int, ...]
     cap: int
-    steps: tuple[tuple[int, int, int], ...]
+    steps: tuple[tuple[int, int, int | None], ...]
     empty_steps: int
     mask_token_id: int
     eos: frozenset[int]
     never: tuple[int, ...]
     confidence_temperature: float
+    threshold: float
 
 
 def plan(spec: DiffusionSpec, prompt: Sequence[int], options: DecodingOptions) -> Plan:
@@ -249,55 +277,83 @@ def plan(spec: DiffusionSpec, prompt: Sequence[int], options: DecodingOptions) -
     Raises:
         DiffusionError: anything that cannot be decoded as asked, in one sentence.
     """
+    mask = _mask_token_id(spec, options)
+    if not prompt:
+        raise DiffusionError("The prompt is empty: give at least one token.")
+    _check_ids(prompt, spec)
+    length = _canvas_length(spec, len(prompt), options)
+    canvas = (*prompt, *[mask] * (length - len(prompt)))
+    cap = options.max_tokens if options.max_tokens and options.max_tokens > 0 else length
+    return plan_slots(spec, canvas, range(len(prompt), length), options, cap=cap)
+
+
+def plan_slots(
+    spec: DiffusionSpec, canvas: Sequence[int], slots: Sequence[int], options: DecodingOptions, cap: int | None = None
+) -> Plan:
+    """
+    The plan of a canvas whose masked positions are known.
+
+    Raises:
+        DiffusionError: as :func:`plan`.
+    """
     rule = RULES.get(options.unmasking or spec.unmasking)
     _refuse_unused(rule, options)
     if options.temp and options.sampler is not None:
         raise DiffusionError("Give temp or a sampler, not both: a sampler brings its own temperature.")
-    mask = options.mask_token_id if options.mask_token_id is not None else spec.mask_token_id
-    if mask is None:
-        raise DiffusionError(
-            "The checkpoint does not say which token is its mask: give mask_token_id (--mask-token-id)."
-        )
-    check_mask_token_id(mask, spec.vocab_size, "the option mask_token_id")
-    if not prompt:
-        raise DiffusionError("The prompt is empty: give at least one token.")
-    outside = next((t for t in prompt if not 0 <= t < spec.vocab_size), None)
-    if outside is not None:
-        raise DiffusionError(
-            f"The prompt has token id {outside}, outside the vocabulary of {spec.vocab_size}: "
-            "the tokenizer does not belong to this checkpoint."
-        )
+    mask = _mask_token_id(spec, options)
+    _check_ids(canvas, spec)
+    if spec.logits == "shifted" and slots and slots[0] == 0:
+        raise DiffusionError("A model with shifted logits needs an unmasked first token: nothing predicts position 0.")
     suppressed = options.suppress_tokens or ()
-    outside = next((t for t in suppressed if t >= spec.vocab_size), None)
+    outside = next((token for token in suppressed if token >= spec.vocab_size), None)
     if outside is not None:
         raise DiffusionError(f"suppress_tokens has id {outside}, outside the vocabulary of {spec.vocab_size}.")
-
-    canvas = _canvas_length(spec, len(prompt), options)
-    masks = canvas - len(prompt)
-    asked = options.max_tokens
-    steps, empty = _steps(spec, rule, masks, options)
+    steps, empty = _steps(spec, rule, len(slots), options)
     eos = frozenset(options.eos_token_ids if options.eos_token_ids is not None else spec.eos_token_ids)
     never = {*suppressed, *(() if mask in eos and not rule.drop_mask else (mask,))}
     if len(never) >= spec.vocab_size:
         raise DiffusionError("suppress_tokens leaves no token to emit.")
     return Plan(
         rule=rule,
-        prompt=tuple(prompt),
-        masks=masks,
-        cap=min(masks, asked) if asked and asked > 0 else masks,
+        canvas=tuple(canvas),
+        slots=tuple(slots),
+        cap=len(slots) if cap is None else min(cap, len(slots)),
         steps=steps,
         empty_steps=empty,
         mask_token_id=mask,
         eos=frozenset() if options.stop_at_eos is False else eos,
         never=tuple(sorted(never)),
-        confidence_temperature=_or_default(options.confidence_temperature, spec, "confidence_temperature", rule),
+        confidence_temperature=_or_default("confidence_temperature", 1.0, spec, rule, options),
+        threshold=_or_default("threshold", 0.9, spec, rule, options),
     )
 
 
-def _or_default(value: float | None, spec: DiffusionSpec, name: str, rule: Rule) -> float:
+def _mask_token_id(spec: DiffusionSpec, options: DecodingOptions) -> int:
+    mask, source = options.mask_token_id, "the option"
+    if mask is None:
+        mask, source = spec.mask_token_id, spec.sources.get("mask_token_id", "the checkpoint")
+    if mask is None:
+        raise DiffusionError(
+            "The checkpoint does not say which token is its mask: give mask_token_id (--mask-token-id)."
+        )
+    check_mask_token_id(mask, spec.vocab_size, source)
+    return mask
+
+
+def _check_ids(ids: Sequence[int], spec: DiffusionSpec) -> None:
+    outside = next((token for token in ids if not 0 <= token < spec.vocab_size), None)
+    if outside is not None:
+        raise DiffusionError(
+            f"The prompt has token id {outside}, outside the vocabulary of {spec.vocab_size}: "
+            "the tokenizer does not belong to this checkpoint."
+        )
+
+
+def _or_default(name: str, default: float, spec: DiffusionSpec, rule: Rule, options: DecodingOptions) -> float:
+    value = getattr(options, name)
     if value is not None:
         return value
-    return spec.defaults.get(name, 1.0) if name in rule.uses else 1.0
+    return spec.defaults.get(name, default) if name in rule.uses else default
 
 
 def _refuse_unused(rule: Rule, options: DecodingOptions) -> None:
@@ -344,12 +400,14 @@ def _canvas_length(spec: DiffusionSpec, prompt: int, options: DecodingOptions) -
 
 def _steps(
     spec: DiffusionSpec, rule: Rule, masks: int, options: DecodingOptions
-) -> tuple[tuple[tuple[int, int, int], ...], int]:
-    """Per forward (first mask, last mask + 1, commits), blocks from left to right, and the number of empty steps."""
+) -> tuple[tuple[tuple[int, int, int | None], ...], int]:
+    """The steps of a plan, blocks from left to right, and the number of empty ones."""
     if masks == 0:
         return (), 0
     length = min(options.block_length or masks, masks)
     blocks = [(start, min(start + length, masks)) for start in range(0, masks, length)]
+    if rule.schedule is None:
+        return tuple((start, end, None) for start, end in blocks), 0
     total = options.max_denoising_steps
     if total is None:
         total = max(spec.defaults.get("max_denoising_steps", masks), len(blocks))
@@ -368,6 +426,9 @@ def _steps(
     return tuple(steps), empty
 
 
+Row = tuple[Plan, DecodingOptions]
+
+
 class _Row:
     """A row's state: what is committed, what is released, and its random key."""
 
@@ -377,8 +438,8 @@ class _Row:
         self.vocab_size = vocab_size
         self.options = options
         self.steps = deque(plan.steps)
-        self.tokens: list[int | None] = [None] * plan.masks
-        self.logprobs: list[Logprobs | None] = [None] * plan.masks
+        self.tokens: list[int | None] = [None] * len(plan.slots)
+        self.logprobs: list[Logprobs | None] = [None] * len(plan.slots)
         self.released = 0
         self.nfe = 0
         self.reason: str | None = None if plan.cap else "length"
@@ -392,20 +453,23 @@ class _Row:
         """A fresh key. The first comes from the option ``seed``, else from MLX's global random state."""
         if self.key is None:
             seed = self.options.seed
-            self.key = mx.random.key(int(mx.random.randint(0, 2**31 - 1).item()) if seed is None else seed)
+            self.key = mx.random.key(int(np.array(mx.random.randint(0, 2**31 - 1))) if seed is None else seed)
         self.key, key = mx.random.split(self.key)
         return key
 
     def commit(self, at: Sequence[int], tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> Iterator[Event]:
-        """Take over what a forward committed, and say what follows from it."""
-        start, end, _ = self.steps.popleft()
-        offset = len(self.plan.prompt)
+        """Take over what a forward committed to the slots ``at``, and say what follows from it."""
+        start, end, count = self.steps[0]
+        slots = self.plan.slots
         self.nfe += 1
-        for i, token, entry in zip(at, tokens, logprobs, strict=True):
-            self.tokens[i], self.logprobs[i] = token, entry
-        yield Commit(self.index, self.nfe - 1, tuple(offset + i for i in at), tuple(tokens), tuple(logprobs))
-        if None not in self.tokens[start:end]:
-            yield BlockDone(self.index, offset + start, offset + end)
+        for slot, token, entry in zip(at, tokens, logprobs, strict=True):
+            self.tokens[slot], self.logprobs[slot] = token, entry
+        yield Commit(self.index, self.nfe - 1, tuple(slots[slot] for slot in at), tuple(tokens), tuple(logprobs))
+        block_done = None not in self.tokens[start:end]
+        if block_done or count is not None:
+            self.steps.popleft()
+        if block_done:
+            yield BlockDone(self.index, slots[start], slots[end - 1] + 1)
         first = self.released
         while self.reason is None and self.tokens[self.released] is not None:
             self.released += 1
@@ -415,49 +479,60 @@ class _Row:
                 self.reason = "length"
         if self.released > first:
             new = slice(first, self.released)
-            tokens, kept = tuple(self.tokens[new]), tuple(self.logprobs[new])
+            tokens, kept = tuple(self.tokens[new]), tuple(self.logprobs[new])  # type: ignore[arg-type]
             yield Released(self.index, tokens, self.nfe, self.reason, kept)  # type: ignore[arg-type]
         if self.reason is not None:
             yield self.finished()
 
     def finished(self) -> Finished:
-        plan = self.plan
-        canvas = (plan.mask_token_id if token is None else token for token in self.tokens)
-        return Finished(self.index, self.reason or "length", (*plan.prompt, *canvas), self.nfe, plan.empty_steps)
+        canvas = list(self.plan.canvas)
+        for slot, token in zip(self.plan.slots, self.tokens, strict=True):
+            canvas[slot] = self.plan.mask_token_id if token is None else token
+        return Finished(self.index, self.reason or "length", tuple(canvas), self.nfe, self.plan.empty_steps)
 
 
 class _Batch:
     """The rows that are decoded together, and what stays the same while they are: built anew when one leaves.
 
-    Rows are padded on the left to one width; the masks of a row are its last columns, so all masks lie in the last
-    ``window`` columns.
+    Rows are padded on the left to one width. All slots lie in the last ``window`` columns; ``slot`` [B, window] says
+    which slot a column is, or -1.
     """
 
-    def __init__(self, rows: list[_Row], family: Family):
+    def __init__(self, rows: list[_Row], family: Family, model: Any):
         self.rows = rows
-        self.width = max(len(row.plan.prompt) + row.plan.masks for row in rows)
-        self.window = max(row.plan.masks for row in rows)
-        padding = [self.width - len(row.plan.prompt) - row.plan.masks for row in rows]
-        self.cache = FullCanvas(padding, self.width, family.score_rank)
         self.rule = rows[0].plan.rule
-        self.lead = np.array([[self.window - row.plan.masks] for row in rows])
+        self.width = max(len(row.plan.canvas) for row in rows)
+        self.window = max(len(row.plan.canvas) - row.plan.slots[0] for row in rows)
+        padding = [self.width - len(row.plan.canvas) for row in rows]
+        self.cache = FullCanvas(padding, self.width, family.score_rank(model))
+        self.slot = np.full((len(rows), self.window), -1)
+        for i, row in enumerate(rows):
+            self.slot[i, self.columns(row)] = np.arange(len(row.plan.slots))
         self.temperature = mx.array([[row.plan.confidence_temperature] for row in rows])
+        self.threshold = mx.array([[row.plan.threshold] for row in rows])
         self.never = _banned([row.plan.never for row in rows], rows[0].vocab_size)
-        masks = [(row.plan.mask_token_id,) if self.rule.drop_mask else () for row in rows]
-        self.masks = _banned(masks, rows[0].vocab_size)
+        masks = [(row.plan.mask_token_id,) for row in rows]
+        self.masks = _banned(masks, rows[0].vocab_size) if self.rule.drop_mask else None
+
+    def columns(self, row: _Row) -> np.ndarray:
+        """The columns of a row's slots in the window."""
+        return np.array(row.plan.slots) + (self.window - len(row.plan.canvas))
+
+    def spread(self, parts: list[mx.array]) -> mx.array:
+        """Per row a value for each slot [n] -> per column [B, window]; anything in the other columns."""
+        return mx.stack([part[mx.array(np.maximum(slot, 0))] for part, slot in zip(parts, self.slot, strict=True)])
 
     def canvas(self) -> tuple[mx.array, mx.array]:
         """The first canvas [B, width] and which of it is masked."""
         canvas = np.zeros((len(self.rows), self.width), dtype=np.int32)
         masked = np.zeros((len(self.rows), self.width), dtype=bool)
         for i, row in enumerate(self.rows):
-            own = (*row.plan.prompt, *[row.plan.mask_token_id] * row.plan.masks)
-            canvas[i, self.width - len(own) :] = own
-            masked[i, self.width - row.plan.masks :] = True
+            canvas[i, self.width - len(row.plan.canvas) :] = row.plan.canvas
+            masked[i, self.width - self.window + self.columns(row)] = True
         return mx.array(canvas), mx.array(masked)
 
 
-def _banned(ids: list[tuple[int, ...]], vocab_size: int) -> mx.array | None:
+def _banned(ids: Sequence[tuple[int, ...]], vocab_size: int) -> mx.array | None:
     """Added to logits [B, W, V]: minus infinity at each row's ids, or None when there are none."""
     if not any(ids):
         return None
@@ -467,7 +542,16 @@ def _banned(ids: list[tuple[int, ...]], vocab_size: int) -> mx.array | None:
     return mx.array(banned)
 
 
-def _loop(model: Any, family: Family, rows: list[_Row], stream: Any) -> Iterator[Event]:
+def run(model: Any, family: Family, spec: DiffusionSpec, rows: Sequence[Row], stream: Any = None) -> Iterator[Event]:
+    """The loop itself, over rows of plans and options. What :func:`stream_decode` returns."""
+    names = sorted({plan.rule.name for plan, _ in rows})
+    if len(names) > 1:
+        raise DiffusionError(f"All rows of a batch must use the same unmasking rule, got {', '.join(names)}.")
+    states = [_Row(index, plan, options, spec.vocab_size) for index, (plan, options) in enumerate(rows)]
+    return _loop(model, family, spec.logits == "shifted", states, stream)
+
+
+def _loop(model: Any, family: Family, shifted: bool, rows: list[_Row], stream: Any) -> Iterator[Event]:
     for row in rows:
         if row.reason is not None:
             yield row.finished()
@@ -476,19 +560,19 @@ def _loop(model: Any, family: Family, rows: list[_Row], stream: Any) -> Iterator
         return
     on_stream = (lambda: mx.stream(stream)) if stream is not None else contextlib.nullcontext
     with on_stream():
-        batch = _Batch(active, family)
+        batch = _Batch(active, family, model)
         canvas, masked = batch.canvas()
     while True:
         with on_stream():
-            canvas, masked, picked = _step(model, family, batch, canvas, masked)
-        for row, at, tokens, logprobs in picked:
-            yield from row.commit(at, tokens, logprobs)
+            canvas, masked, picked = _step(model, family, shifted, batch, canvas, masked)
+        for row, slots, tokens, logprobs in picked:
+            yield from row.commit(slots, tokens, logprobs)
         keep = [i for i, row in enumerate(batch.rows) if row.reason is None]
         if not keep:
             return
         if len(keep) < len(batch.rows):
             with on_stream():
-                batch = _Batch([batch.rows[i] for i in keep], family)
+                batch = _Batch([batch.rows[i] for i in keep], family, model)
                 canvas = canvas[mx.array(keep)][:, -batch.width :]
                 masked = masked[mx.array(keep)][:, -batch.width :]
 
@@ -497,94 +581,82 @@ Picked = list[tuple[_Row, list[int], list[int], tuple[Logprobs, ...]]]
 
 
 def _step(
-    model: Any, family: Family, batch: _Batch, canvas: mx.array, masked: mx.array
+    model: Any, family: Family, shifted: bool, batch: _Batch, canvas: mx.array, masked: mx.array
 ) -> tuple[mx.array, mx.array, Picked]:
-    """One forward and one commit. Returns the new canvas and mask, and per row what was committed (as mask numbers)."""
-    rows, rule, window = batch.rows, batch.rule, batch.window
-    before = batch.width - window
-    states = family.hidden(model, canvas, [batch.cache] * len(model.layers))
-    logits = family.head(model, states[:, before:]).astype(mx.float32)
+    """One forward and one commit. Returns the new canvas and mask, and per row what was committed to which slots."""
+    rows, rule = batch.rows, batch.rule
+    before = batch.width - batch.window
+    states = family.hidden(model, canvas, [batch.cache] * len(getattr(model, "layers", ())))
+    read = slice(before - shifted, batch.width - shifted)  # shifted logits of position i - 1 predict token i
+    logits = family.head(model, states[:, read]).astype(mx.float32)
 
     allowed = logits if batch.never is None else logits + batch.never
     if batch.masks is not None:
         logits = logits + batch.masks
-    tokens, scored = _choose(rows, logits, allowed)
+    tokens, scored = _choose(batch, logits, allowed)
     noise = mx.zeros(tokens.shape)
     if rule.draws:
-        noise = _right([mx.random.uniform(shape=(row.plan.masks,), key=row.draw()) for row in rows], window)
+        noise = batch.spread([mx.random.uniform(shape=(len(row.plan.slots),), key=row.draw()) for row in rows])
     confidence = rule.confidence(logits, scored, batch.temperature, noise)
 
-    span = np.array([row.steps[0] for row in rows])
-    column = np.arange(window)[None] - batch.lead
-    block = mx.array((column >= span[:, :1]) & (column < span[:, 1:2]))
-    most = int(span[:, 2].max())
-    order = mx.argsort(mx.where(block & masked[:, before:], -confidence, mx.inf), axis=1)[:, :most]
-    wanted = mx.array(np.arange(most)[None] < span[:, 2:])
+    span = np.array([row.steps[0][:2] for row in rows])
+    block = mx.array((batch.slot >= span[:, :1]) & (batch.slot < span[:, 1:]))
+    ranked = mx.where(block & masked[:, before:], confidence, -mx.inf)
+    order = mx.argsort(-ranked, axis=1)
+    if rule.select is None:
+        counts = mx.array([[row.steps[0][2]] for row in rows])
+        order = order[:, : max(row.steps[0][2] or 0 for row in rows)]
+    else:
+        counts = rule.select(mx.take_along_axis(ranked, order, axis=1), batch.threshold)
     chosen = mx.take_along_axis(tokens, order, axis=1)
+    wanted = mx.arange(order.shape[1])[None] < counts
     place = order + before
     old = mx.take_along_axis(canvas, place, axis=1)
     still = mx.take_along_axis(masked, place, axis=1) & ~wanted
     canvas = mx.put_along_axis(canvas, place, mx.where(wanted, chosen, old), axis=1)
     masked = mx.put_along_axis(masked, place, still, axis=1)
-
-    at_commit = mx.take_along_axis(logits, order[..., None], axis=1)
-    logprobs = at_commit - mx.logsumexp(at_commit, axis=-1, keepdims=True)
-    count = min(TOP_LOGPROBS, logprobs.shape[-1])
-    top = mx.argpartition(-logprobs, kth=count - 1, axis=-1)[..., :count]
-    top_values = mx.take_along_axis(logprobs, top, axis=-1)
-    own_values = mx.take_along_axis(logprobs, chosen[..., None], axis=-1)[..., 0]
-    full = [logprobs] if any(row.options.full_logprobs for row in rows) else []
-    mx.eval(canvas, masked, order, chosen, top, top_values, own_values, *full)
-    return canvas, masked, _read(rows, batch.lead, span, order, chosen, logprobs, top, top_values, own_values)
+    mx.eval(canvas, masked, order, chosen, counts)
+    return canvas, masked, _read(batch, np.array(order), np.array(chosen), np.array(counts), logits)
 
 
-def _read(
-    rows: list[_Row],
-    lead: np.ndarray,
-    span: np.ndarray,
-    order: mx.array,
-    chosen: mx.array,
-    logprobs: mx.array,
-    top: mx.array,
-    top_values: mx.array,
-    own_values: mx.array,
-) -> Picked:
-    places, tokens, ids, values, own = (np.array(a) for a in (order, chosen, top, top_values, own_values))
+def _read(batch: _Batch, order: np.ndarray, chosen: np.ndarray, counts: np.ndarray, logits: mx.array) -> Picked:
+    """What was committed, as slots in ascending order, and its log-probabilities: computed, but not waited for."""
     picked: Picked = []
-    for i, row in enumerate(rows):
-        count = int(span[i, 2])
-        by_place = np.argsort(places[i, :count])
-        entries = []
-        for j in by_place:
-            best = np.argsort(-values[i, j], kind="stable")
-            entries.append(
-                Logprobs(
-                    id=int(tokens[i, j]),
-                    token=float(own[i, j]),
-                    top=tuple((int(ids[i, j, b]), float(values[i, j, b])) for b in best),
-                    full=logprobs[i, int(j)] if row.options.full_logprobs else None,
-                )
-            )
-        at = [int(places[i, j] - lead[i, 0]) for j in by_place]
-        picked.append((row, at, [int(tokens[i, j]) for j in by_place], tuple(entries)))
+    for i, row in enumerate(batch.rows):
+        count = int(counts[i, 0])
+        by_column = np.argsort(order[i, :count])
+        columns, tokens = order[i, by_column], chosen[i, by_column]
+        if row.options.sampler is not None:
+            _check_sampled(row, tokens)
+        at_commit = logits[i, mx.array(columns)]
+        logprobs = at_commit - mx.logsumexp(at_commit, axis=-1, keepdims=True)
+        top = min(TOP_LOGPROBS, logprobs.shape[-1])
+        ids = mx.argpartition(-logprobs, kth=top - 1, axis=-1)[:, :top]
+        values = mx.take_along_axis(logprobs, ids, axis=-1)
+        own = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)[:, 0]
+        full = logprobs if row.options.full_logprobs else None
+        mx.async_eval(own, ids, values, *([] if full is None else [full]))
+        entries = tuple(Logprobs(int(token), (own, ids, values, full), j) for j, token in enumerate(tokens))
+        picked.append((row, batch.slot[i, columns].tolist(), tokens.tolist(), entries))
     return picked
 
 
-def _choose(rows: list[_Row], logits: mx.array, allowed: mx.array) -> tuple[mx.array, mx.array]:
+def _choose(batch: _Batch, logits: mx.array, allowed: mx.array) -> tuple[mx.array, mx.array]:
     """The token each position would get, and the token whose probability is its confidence: [B, W] twice. They differ
     only where greedy decoding would have chosen an id that is never emitted."""
     tokens, scored = mx.argmax(allowed, axis=-1), mx.argmax(logits, axis=-1)
-    if not any(row.samples for row in rows):
+    if not any(row.samples for row in batch.rows):
         return tokens, scored
-    window = logits.shape[1]
-    token_rows, scored_rows = [], []
-    for i, row in enumerate(rows):
-        own, counted = tokens[i], scored[i]
+    own, counted = [], []
+    for i, row in enumerate(batch.rows):
+        columns = mx.array(batch.columns(row))
         if row.samples:
-            own = counted = _right([_sample(row, allowed[i, window - row.plan.masks :])], window)[0]
-        token_rows.append(own)
-        scored_rows.append(counted)
-    return mx.stack(token_rows), mx.stack(scored_rows)
+            own.append(_sample(row, allowed[i, columns]).astype(tokens.dtype))
+            counted.append(mx.minimum(own[-1], row.vocab_size - 1))  # a host's sampler may return anything
+        else:
+            own.append(tokens[i, columns])
+            counted.append(scored[i, columns])
+    return batch.spread(own), batch.spread(counted)
 
 
 def _sample(row: _Row, logits: mx.array) -> mx.array:
@@ -603,7 +675,7 @@ def _sample(row: _Row, logits: mx.array) -> mx.array:
     if options.top_k and options.top_k < logprobs.shape[-1]:
         logprobs = apply_top_k(logprobs, options.top_k)
     noise = mx.random.gumbel(logprobs.shape, dtype=mx.float32, key=row.draw())
-    return mx.argmax(logprobs / options.temp + noise, axis=-1)
+    return mx.argmax(logprobs / (options.temp or 1.0) + noise, axis=-1)
 
 
 def _call_sampler(sampler: Any, logprobs: mx.array) -> mx.array:
@@ -613,7 +685,8 @@ def _call_sampler(sampler: Any, logprobs: mx.array) -> mx.array:
         tokens = sampler(logprobs)
     except Exception as error:
         raise DiffusionError(
-            f"The sampler cannot take the rows of diffusion decoding ({type(error).__name__}: {error}): {advice}."
+            "The sampler cannot take the rows of diffusion decoding "
+            f"({type(error).__name__}: {' '.join(str(error).split())}): {advice}."
         ) from error
     if not isinstance(tokens, mx.array) or tokens.shape != (n,) or not mx.issubdtype(tokens.dtype, mx.integer):
         got = f"an array of shape {tokens.shape}" if isinstance(tokens, mx.array) else type(tokens).__name__
@@ -621,17 +694,24 @@ def _call_sampler(sampler: Any, logprobs: mx.array) -> mx.array:
     return tokens.astype(mx.uint32)
 
 
-def _right(parts: list[mx.array], width: int) -> mx.array:
-    """Rows of unequal length, aligned to the right: [B, width]."""
-    return mx.stack([mx.pad(part, (width - part.shape[0], 0)) for part in parts])
+def _check_sampled(row: _Row, tokens: np.ndarray) -> None:
+    for token in tokens.tolist():
+        if token >= row.vocab_size or token in row.plan.never:
+            raise DiffusionError(
+                f"The sampler returned token id {token}, which must not be emitted: it must choose among the tokens "
+                f"below {row.vocab_size} whose log-probability is not minus infinity."
+            )
 
 
 def _as_rows(prompts: Any) -> tuple[list[list[int]], bool]:
     if isinstance(prompts, mx.array):
         prompts = prompts.tolist()
-    prompts = list(prompts)
-    single = not prompts or not isinstance(prompts[0], (list, tuple, mx.array, np.ndarray))
-    rows = [prompts] if single else [p.tolist() if hasattr(p, "tolist") else list(p) for p in prompts]
+    try:
+        prompts = list(prompts)
+        single = not prompts or not isinstance(prompts[0], (list, tuple, mx.array, np.ndarray))
+        rows = [prompts] if single else [p.tolist() if hasattr(p, "tolist") else list(p) for p in prompts]
+    except TypeError:
+        raise DiffusionError(f"A prompt must be a list of token ids, got {prompts!r}.") from None
     for row in rows:
         for token in row:
             if not isinstance(token, (int, np.integer)) or isinstance(token, bool):

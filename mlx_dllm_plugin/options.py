@@ -97,7 +97,7 @@ class DecodingOptions:
         valid=_positive,
     )
     max_denoising_steps: int | None = _option(
-        "int", "denoising steps for the whole canvas", expected="a positive integer", valid=_positive
+        "int", "denoising steps for the whole canvas", expected="a positive integer", valid=_positive, common=False
     )
     block_length: int | None = _option(
         "int",
@@ -119,6 +119,13 @@ class DecodingOptions:
     confidence_temperature: float | None = _option(
         "float",
         "temperature of the confidences that rank positions; it does not change which token a position gets",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    threshold: float | None = _option(
+        "float",
+        "commit every position whose confidence exceeds this (default: 0.9); above 1 is one token a step",
         expected="0 or more",
         valid=_not_negative,
         common=False,
@@ -155,7 +162,9 @@ def table() -> tuple[Field[Any], ...]:
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Sort keyword values into (load options, decoding options, everything else)."""
-    load, decoding, rest = {}, {}, {}
+    load: dict[str, Any] = {}
+    decoding: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
     load_names = {f.name for f in fields(LoadOptions)}
     decoding_names = {f.name for f in fields(DecodingOptions)}
     for name, value in values.items():

@@ -116,6 +116,6 @@ class Registry(Generic[T]):
             except Exception as error:  # a stranger's package may raise anything; the host must go on
                 text = str(error) if isinstance(error, DiffusionError) else f"{package}: {point.value} cannot be loaded"
                 if not isinstance(error, DiffusionError):
-                    text += f" ({type(error).__name__}: {error})."
+                    text += f" ({type(error).__name__}: {' '.join(str(error).split())})."
                 self._faults[point.name] = f"The {self.what} {point.name!r} is left out. {text}"
                 note(self._faults[point.name])

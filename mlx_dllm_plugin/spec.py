@@ -96,14 +96,13 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise CheckpointError(f"{where}: vocab_size must be a positive integer, got {vocab_size!r}.")
     sources = {name: f"the family {family.name}" for name in ("logits", "attention", "canvas", "unmasking")}
-    if checkpoint.a2d:
+    if checkpoint.a2d is not None:
         sources["family"] = "the a2d block"
     else:
         sources["family"] = "the run's manifest" if family.claims(checkpoint) else "forced by the family option"
     sources["vocab_size"] = "config.json"
 
     mask, sources["mask_token_id"] = _mask_token_id(checkpoint, family)
-    check_mask_token_id(mask, vocab_size, sources["mask_token_id"])
     eos, sources["eos_token_ids"] = _eos_token_ids(checkpoint)
     context, sources["context_length"] = None, "nothing says: unbounded"
     for name in ("n_positions", "max_position_embeddings"):
@@ -162,6 +161,7 @@ def prepare(path: Path, overrides: dict[str, Any] | None, options: LoadOptions) 
             "decoded autoregressively: leave out --mode ar."
         )
     spec = resolve(checkpoint, family)
+    check_mask_token_id(spec.mask_token_id, spec.vocab_size, spec.sources["mask_token_id"])
     if checkpoint.provenance:
         note(f"warning: {checkpoint.provenance}")
     return family, spec
@@ -195,5 +195,10 @@ def _eos_token_ids(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str]:
     )
     for value, source in candidates:
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,), source
+            ids = tuple(value) if isinstance(value, list) else (value,)
+            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+                raise CheckpointError(
+                    f"eos_token_id must be a token id or a list of them, got {value!r} from {source}."
+                )
+            return ids, source
     return (), "nothing says: the output is never cut"

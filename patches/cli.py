@@ -13,11 +13,13 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..errors import PREFIX, DiffusionError
-from ..options import LoadOptions, parse, split, table
+from ..demo import demo_path
+from ..errors import PREFIX, DiffusionError, note
+from ..options import LoadOptions, merge, parse, split, table
 
 _PREFIX = "_mlx_dllm_"
 
@@ -93,6 +95,16 @@ def refuse_if_diffusion(model: Any, what: str) -> None:
         raise refuse(what)
 
 
+def refuse_checkpoint(path: Path, what: str) -> None:
+    """Raises DiffusionError when a local directory holds a diffusion checkpoint. Nothing is loaded."""
+    from ..checkpoint import open_checkpoint, resolve_run_directory
+    from ..spec import detect
+
+    path = resolve_run_directory(path)
+    if (path / "config.json").is_file() and detect(open_checkpoint(path)) is not None:
+        raise refuse(what)
+
+
 def with_options(old: ModuleType) -> ModuleType:
     """A copy of the argparse module whose parsers offer the option table."""
     new = ModuleType(old.__name__, old.__doc__)
@@ -162,7 +174,8 @@ class _Parser(argparse.ArgumentParser):
             _running.given, _running.host = given, namespace
             if _running.load.get("mode") == "diffusion":
                 if getattr(namespace, "model", "") is None:
-                    self.error("--mode diffusion needs --model: the directory or hub id of a diffusion checkpoint")
+                    namespace.model = str(demo_path())
+                    note("no --model given: using the demo checkpoint that comes with the plugin")
                 check_host_options()
         return namespace, rest
 
@@ -216,6 +229,9 @@ def refuse_meaningless(values: dict[str, Any], spelled: Callable[[str], str] = s
 
 
 def check_host_options() -> None:
-    """Raises DiffusionError when the running command was given an autoregressive option."""
+    """Raises DiffusionError when the running command was given an autoregressive option, or a host's option with a
+    value that the host itself would silently ignore (top-p 1.5) or misread (temperature -1)."""
     if _running is not None:
-        refuse_meaningless(vars(_running.host), lambda name: "--" + name.replace("_", "-"))
+        host = vars(_running.host)
+        refuse_meaningless(host, lambda name: "--" + name.replace("_", "-"))
+        merge({option.name: host.get(option.name) for option in table() if option.metadata["host"]})

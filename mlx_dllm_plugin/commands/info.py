@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from ..checkpoint import Checkpoint, check_weights, has_tokenizer, open_checkpoint
 from ..errors import CheckpointError, DiffusionError
 from ..families import FAMILIES
-from ..spec import DiffusionSpec, detect, resolve
+from ..spec import DiffusionSpec, check_mask_token_id, detect, resolve
 
 
 def add(subparsers: Any) -> None:
@@ -37,6 +38,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"mlx-lm decodes it autoregressively, as before. Families: {known} (force one with --family).")
         return 1
     spec = resolve(checkpoint, family)
+    try:
+        family.prepare_config(copy.deepcopy(checkpoint.config))
+    except DiffusionError as error:
+        problems.append(str(error))
+    try:
+        check_mask_token_id(spec.mask_token_id, spec.vocab_size, spec.sources["mask_token_id"])
+    except DiffusionError as error:
+        problems.append(str(error))
     if spec.mask_token_id is None:
         problems.append("The mask token is unknown: give its id with --mask-token-id.")
     if args.json:

@@ -1,11 +1,27 @@
 """Families: what claims a checkpoint, how it decodes, and the few places where its weights or numbers need a hand.
 
-A family is one file with one :class:`Family`. Ours are listed below; a package adds one with an entry point in the
-group ``mlx_dllm.families`` whose object is a Family of the entry point's name.
+A family is one file in this folder with one ``FAMILY``: the folder is the list. A package outside adds one with an
+entry point in the group ``mlx_dllm.families`` whose object is a :class:`Family` of the entry point's name, and a script
+with :func:`register`. All that a conversion of one more mlx-lm model needs::
+
+    from mlx_dllm_plugin.families import register
+    from mlx_dllm_plugin.families.a2d import family
+
+    register(
+        family(
+            "phi3",
+            hidden=lambda model, ids, cache: model.model(ids, cache),
+            head=lambda model, states: model.lm_head(states),
+        )
+    )
+
+``FamilyAdapter``, ``register`` and ``get_adapter`` also are what mlx-dllm has under these names.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +40,11 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def _nothing(_: Any) -> None:
+def _four(_: Any) -> int:
+    return 4
+
+
+def _nothing(*_: Any) -> None:
     return None
 
 
@@ -41,11 +61,12 @@ class Family:
         logits, attention, canvas, unmasking: see DiffusionSpec.
         mask_token: text of the mask token, looked up in the vocabulary when no file names the id.
         mask_token_id: its id when the vocabulary does not have the text either.
-        score_rank: rank of the attention scores, 4 or 5: the rank a key mask must have.
+        score_rank: ``(model) -> 4 or 5``, the rank of the attention scores and so of a key mask.
         prepare_config: ``(config) -> None``, in place, before the model is made; raises DiffusionError for settings
             that mlx-lm's model would silently ignore.
         sanitize: ``(weights) -> weights``, before the model's own sanitize.
-        repair: ``(model) -> None``, numeric repairs on the loaded instance.
+        wrap_class: ``(model class) -> subclass``, or None: mlx-dllm's way to change ``sanitize``.
+        repair: ``(model, config) -> None``, numeric repairs on the loaded instance.
     """
 
     name: str
@@ -60,18 +81,75 @@ class Family:
     unmasking: str = "low_confidence"
     mask_token: str | None = None
     mask_token_id: int | None = None
-    score_rank: int = 4
+    score_rank: Callable[[Any], int] = _four
     prepare_config: Callable[[dict[str, Any]], None] = _nothing
     sanitize: Callable[[Weights], Weights] = _unchanged
-    repair: Callable[[Any], None] = _nothing
+    wrap_class: Callable[[type], type] | None = None
+    repair: Callable[[Any, dict[str, Any]], None] = _nothing
 
+
+_SHARED = {"a2d"}  # files here that are no family
 
 FAMILIES: Registry[Family] = Registry(
     "mlx_dllm.families",
     "family",
     Family,
     {
-        "gpt2": "mlx_dllm_plugin.families.gpt2:FAMILY",
-        "qwen2": "mlx_dllm_plugin.families.qwen2:FAMILY",
+        file.name: f"{__name__}.{file.name}:FAMILY"
+        for file in pkgutil.iter_modules(__path__)
+        if file.name not in _SHARED
     },
 )
+
+
+@dataclass(frozen=True)
+class FamilyAdapter:
+    """mlx-dllm's contract for a family: its ``model_type``, and optionally a factory ``(model class) -> subclass`` that
+    overrides ``sanitize``."""
+
+    model_type: str
+    sanitize_wrapper: Callable[[type], type] | None = None
+
+
+_ADAPTERS: dict[str, FamilyAdapter] = {}
+
+
+def register(entry: Family | FamilyAdapter) -> None:
+    """Add a family. A ``Family`` must have a free name; of adapters for one model_type the last wins."""
+    if isinstance(entry, FamilyAdapter):
+        _ADAPTERS[entry.model_type] = entry
+    else:
+        FAMILIES.register(entry)
+
+
+def get_adapter(model_type: str | None) -> FamilyAdapter | None:
+    """The adapter of a model_type: a registered one, else one made of the family here, else None."""
+    if model_type in _ADAPTERS:
+        return _ADAPTERS[model_type]
+    family = family_of(model_type)
+    if family is None:
+        return None
+    return FamilyAdapter(family.name, None if family.sanitize is _unchanged else _wrapper(family))
+
+
+def family_of(model_type: str | None) -> Family | None:
+    """The a2d family of a model_type, its registered adapter applied; None when there is neither."""
+    from . import a2d
+
+    adapter = _ADAPTERS.get(model_type or "")
+    known = next((f for f in FAMILIES.builtin() if model_type in f.model_types), None)
+    if adapter is None or adapter.sanitize_wrapper is None:
+        return known or (a2d.whole(adapter.model_type) if adapter else None)
+    base = known or a2d.whole(adapter.model_type)
+    return dataclasses.replace(base, sanitize=_unchanged, wrap_class=adapter.sanitize_wrapper)
+
+
+def _wrapper(family: Family) -> Callable[[type], type]:
+    def wrap(model_class: type) -> type:
+        class Model(model_class):  # type: ignore[misc, valid-type]
+            def sanitize(self, weights: Weights) -> Weights:
+                return super().sanitize(family.sanitize(weights))
+
+        return Model
+
+    return wrap

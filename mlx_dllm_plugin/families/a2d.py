@@ -1,13 +1,16 @@
-"""What all a2d conversions share: the ``a2d`` block, its sampler settings, and the grown mask token."""
+"""What all a2d conversions share: the ``a2d`` block, its sampler settings, the grown mask token, and how transformers'
+configurations and weights are brought to what mlx-lm's models read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
+
 from ..checkpoint import Checkpoint
-from ..errors import CheckpointError
-from . import Family
+from ..errors import CheckpointError, DiffusionError
+from . import Family, Weights
 
 MASK_TOKEN = "<|mdlm_mask|>"
 
@@ -58,3 +61,57 @@ def family(model_type: str, **own: Any) -> Family:
         mask_token=MASK_TOKEN,
         **own,
     )
+
+
+def whole(model_type: str) -> Family:
+    """A family of any mlx-lm model, which computes the logits of the whole canvas."""
+    return family(model_type, hidden=lambda model, ids, cache: model(ids, cache=cache), head=lambda model, out: out)
+
+
+def decoder(model: Any, ids: mx.array, cache: list[Any]) -> mx.array:
+    """``hidden`` of nearly all mlx-lm models."""
+    return model.model(ids, cache)
+
+
+def tied_head(model: Any, states: mx.array) -> mx.array:
+    """``head`` of the models that only have a tied one."""
+    return model.model.embed_tokens.as_linear(states)
+
+
+def either_head(model: Any, states: mx.array) -> mx.array:
+    """``head`` of the models whose configuration says whether it is tied."""
+    return tied_head(model, states) if model.args.tie_word_embeddings else model.lm_head(states)
+
+
+def drop_tied_head(weights: Weights, embedding: str) -> Weights:
+    """Weights without the stored copy of a tied head. Raises DiffusionError when it is no copy."""
+    head = weights.get("lm_head.weight")
+    if head is None:
+        return weights
+    if embedding in weights and not mx.array_equal(head, weights[embedding]).item():
+        raise DiffusionError(
+            f"A model with a head of its own cannot be decoded: lm_head.weight differs from {embedding}, and mlx-lm's "
+            "model only has a tied head."
+        )
+    return {name: value for name, value in weights.items() if name != "lm_head.weight"}
+
+
+def only(config: dict[str, Any], key: str, *accepted: Any) -> None:
+    """Raises DiffusionError for a setting that mlx-lm's model would silently ignore. Absent or null counts as the
+    first accepted value."""
+    value = config.get(key)
+    if value is not None and value not in accepted:
+        raise DiffusionError(
+            f"{config.get('model_type')} with {key} = {value!r} cannot be decoded: mlx-lm's model only computes "
+            f"{accepted[0]!r}."
+        )
+
+
+def lift_rope(config: dict[str, Any]) -> None:
+    """transformers 5 writes ``rope_theta`` and the scaling inside ``rope_parameters``; mlx-lm reads them beside."""
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict):
+        if "rope_theta" in rope:
+            config.setdefault("rope_theta", rope["rope_theta"])
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = config.get("rope_scaling") or rope

@@ -31,12 +31,13 @@ A2D = Rule(
     about="a2d's own sampler: the most confident positions, round((i+1)/K*M) in all after step i",
     schedule=a2d_schedule,
     confidence=token_probability,
-    uses=frozenset({"confidence_temperature"}),
+    uses=frozenset({"max_denoising_steps", "confidence_temperature"}),
 )
 MLX_DLLM = Rule(
     name="mlx_dllm",
     about="mlx-dllm's denoise: round((i+1)*M/K) in all after step i, the mask id removed before the softmax",
     schedule=mlx_dllm_schedule,
     confidence=token_probability,
+    uses=frozenset({"max_denoising_steps"}),
     drop_mask=True,
 )

@@ -29,13 +29,13 @@ LOW_CONFIDENCE = Rule(
     about="LLaDA: the most confident positions, an even number per step, optionally block by block",
     schedule=even_schedule,
     confidence=token_probability,
-    uses=frozenset({"block_length"}),
+    uses=frozenset({"max_denoising_steps", "block_length"}),
 )
 RANDOM = Rule(
     name="random",
     about="LLaDA: random positions, an even number per step, optionally block by block",
     schedule=even_schedule,
     confidence=random_order,
-    uses=frozenset({"block_length"}),
+    uses=frozenset({"max_denoising_steps", "block_length"}),
     draws=True,
 )

@@ -37,7 +37,7 @@ def _response_class() -> type:
     """GenerationResponse with the rule and the number of forwards so far, since one forward commits several tokens."""
 
     @dataclass
-    class DiffusionResponse(_module().GenerationResponse):
+    class DiffusionResponse(_module().GenerationResponse):  # type: ignore[misc]
         forwards: int = 0
         unmasking: str = ""
 
@@ -49,6 +49,24 @@ def _only_ours(*more: str) -> set[str]:
     from ...options import table
 
     return {o.name for o in table() if not o.metadata["host"]} - {"sampler", "mode"} | set(more)
+
+
+def _refuse_on_autoregressive(model: Any, extra: dict[str, Any]) -> None:
+    """Raises DiffusionError when diffusion, or an option of it, was asked for with a model that has no spec."""
+    from ...errors import DiffusionError
+    from ...options import split
+
+    load, decoding, _ = split(extra)
+    command = cli.running()
+    mode = load.get("mode") or cli.load_options().mode
+    ours = {**(command.decoding if command else {}), **load, **decoding}
+    only = sorted(name for name, value in ours.items() if name in _only_ours() and value is not None)
+    if mode == "diffusion" or only:
+        asked = f"{only[0]} is an option of diffusion decoding" if only else "mode 'diffusion' was asked for"
+        raise DiffusionError(
+            f"{asked}, but this {type(model).__module__} model has no diffusion spec: leave it out to decode "
+            "autoregressively, or load a diffusion checkpoint."
+        )
 
 
 def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request | None:
@@ -64,14 +82,7 @@ def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
     mode = load.get("mode") or cli.load_options().mode
     model, spec = given["model"], getattr(given["model"], "diffusion_spec", None)
     if spec is None:
-        ours = {**(command.decoding if command else {}), **load, **decoding}
-        only = sorted(name for name, value in ours.items() if name in _only_ours() and value is not None)
-        if mode == "diffusion" or only:
-            asked = f"{only[0]} is an option of diffusion decoding" if only else "mode 'diffusion' was asked for"
-            raise DiffusionError(
-                f"{asked}, but this {type(model).__module__} model has no diffusion spec: leave it out to decode "
-                "autoregressively, or load a diffusion checkpoint."
-            )
+        _refuse_on_autoregressive(model, extra)
         return None
     if mode == "ar":
         raise DiffusionError(
@@ -169,6 +180,7 @@ def generate(original: Any, /, *args: Any, **kwargs: Any) -> str:
     call = inspect.signature(original).bind(*args, **kwargs)
     given = call.arguments
     if getattr(given["model"], "diffusion_spec", None) is None:
+        _refuse_on_autoregressive(given["model"], given.get("kwargs", {}))  # before the host prints anything
         return original(*args, **kwargs)
     verbose = given.get("verbose", False)
     text, response, first, interrupted = "", None, 0.0, False

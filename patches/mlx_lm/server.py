@@ -13,7 +13,8 @@ def load(original: Any, /, self: Any, *args: Any, **kwargs: Any) -> None:
     """`ModelProvider._load`: a request that names a diffusion checkpoint gets the sentence as its error."""
     original(self, *args, **kwargs)
     try:
-        cli.refuse_if_diffusion(self.model, "mlx_lm.server")
+        for model in (self.model, self.draft_model):
+            cli.refuse_if_diffusion(model, "mlx_lm.server")
     except ValueError:
         self.reset()
         raise
@@ -27,15 +28,10 @@ def with_check(old: ModuleType) -> ModuleType:
 
     class Parser(old.ArgumentParser):  # type: ignore[name-defined, misc]
         def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-            from ...checkpoint import open_checkpoint, resolve_run_directory
-            from ...spec import detect
-
             namespace = super().parse_args(*args, **kwargs)
-            path = Path(namespace.model) if getattr(namespace, "model", None) else None
-            if path is not None and path.is_dir():
-                path = resolve_run_directory(path)
-                if (path / "config.json").is_file() and detect(open_checkpoint(path)) is not None:
-                    raise cli.refuse("mlx_lm.server")
+            for name in ("model", "draft_model"):
+                if getattr(namespace, name, None):
+                    cli.refuse_checkpoint(Path(getattr(namespace, name)), "mlx_lm.server")
             return namespace
 
     new.ArgumentParser = Parser  # type: ignore[attr-defined]

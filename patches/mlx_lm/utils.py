@@ -47,49 +47,24 @@ def _could_be_repo(name: str) -> bool:
 
 def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     """`load_model`, which reads the spec first and hangs it on the loaded model."""
-    from ...checkpoint import check_weights, is_run_directory, resolve_run_directory
+    from ...checkpoint import is_run_directory, resolve_run_directory
+    from ...runtime import load_with_spec
     from ...spec import prepare
 
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
-    given = call.arguments
-    path = Path(given["model_path"])
+    given = dict(call.arguments)
+    path = Path(given.pop("model_path"))
     if is_run_directory(path):
-        path = given["model_path"] = resolve_run_directory(path)
+        path = resolve_run_directory(path)
     found = prepare(path, given["model_config"], cli.load_options())
     if found is None:
-        return original(*call.args, **call.kwargs)
-    family, spec = found
+        return original(*args, **kwargs)
     command = cli.running()
     if command is not None and command.refuses:
         raise cli.refuse(command.refuses)
     cli.check_host_options()
-    if given["strict"]:
-        check_weights(path)
-    given["get_model_classes"] = _classes_of(family, given["get_model_classes"])
-    model, config = original(*call.args, **call.kwargs)
-    vars(model).pop("sanitize", None)
-    family.repair(model)
-    model.diffusion_spec = spec
-    return model, config
-
-
-def _classes_of(family: Any, get_model_classes: Any) -> Any:
-    """The host's classes, with the family's hand on the configuration and the weights' names."""
-
-    def classes(config: dict[str, Any]) -> Any:
-        family.prepare_config(config)
-        model_class, args_class = get_model_classes(config=config)
-
-        def make(args: Any) -> Any:
-            model = model_class(args)
-            own = getattr(model, "sanitize", lambda weights: weights)
-            model.sanitize = lambda weights: own(family.sanitize(weights))
-            return model
-
-        return make, args_class
-
-    return classes
+    return load_with_spec(original, path, *found, **given)
 
 
 def load_tokenizer(
@@ -121,9 +96,12 @@ def load_tokenizer(
 
 
 def sharded_load(original: Any, /, repo: Any, *args: Any, **kwargs: Any) -> Any:
-    """`sharded_load`: distributed decoding is refused."""
+    """`sharded_load`: distributed decoding is refused, a local checkpoint before the host says that it cannot shard
+    GPT-2 at all."""
+    what = "Distributed loading (mlx_lm.utils.sharded_load)"
+    cli.refuse_checkpoint(Path(repo), what)
     loaded = original(repo, *args, **kwargs)
-    cli.refuse_if_diffusion(loaded[0], "Distributed loading (mlx_lm.utils.sharded_load)")
+    cli.refuse_if_diffusion(loaded[0], what)
     return loaded
 
 

@@ -1,0 +1,65 @@
+"""a2d conversions of Gemma 3 (text). mlx-lm rounds the embedding scale to bfloat16 whatever the weights' type, and
+indexes its caches by the sliding-window pattern even when there are fewer layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import DiffusionError
+from . import a2d
+
+
+def prepare_config(config: dict[str, Any]) -> None:
+    """Bring transformers 5's spellings (``rope_parameters`` and ``layer_types``) to mlx-lm's."""
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict):
+        full, sliding = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
+        for key, part in (("rope_theta", full), ("rope_local_base_freq", sliding)):
+            if "rope_theta" in part:
+                config.setdefault(key, part["rope_theta"])
+        if full.get("rope_type", "default") != "default":
+            config["rope_scaling"] = config.get("rope_scaling") or full
+    types = config.get("layer_types")
+    if types and "sliding_window_pattern" not in config:
+        pattern = types.index("full_attention") + 1 if "full_attention" in types else len(types) + 1
+        expected = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(len(types))]
+        if types != expected:
+            raise DiffusionError(
+                "gemma3_text with irregular layer_types cannot be decoded: mlx-lm has a fixed pattern."
+            )
+        config["sliding_window_pattern"] = pattern
+    a2d.only(config, "hidden_activation", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) is not None:
+            raise DiffusionError(f"gemma3_text with {key} = {config[key]} cannot be decoded: mlx-lm's model has none.")
+
+
+def repair(model: Any, config: dict[str, Any]) -> None:
+    """Make this instance's embedding scale what transformers computes: sqrt(hidden) rounded to the weights' type."""
+    embedding = model.model.embed_tokens
+    exact = mx.array(model.args.hidden_size**0.5, mx.float32)
+    probe = embedding(mx.array([[0]]))
+    wanted, used = exact.astype(probe.dtype), exact.astype(mx.bfloat16).astype(probe.dtype)
+    if wanted.item() == used.item():
+        return
+    correction = wanted / used
+
+    class ScaledEmbedding(type(embedding)):  # type: ignore[misc]
+        def __call__(self, ids: mx.array) -> mx.array:
+            return super().__call__(ids) * correction
+
+    embedding.__class__ = ScaledEmbedding
+
+
+def hidden(model: Any, ids: mx.array, cache: list[Any]) -> mx.array:
+    # The caches are indexed at pattern - 1, also when that many layers do not exist.
+    return model.model(ids, cache[:1] * max(len(cache), model.args.sliding_window_pattern))
+
+
+def head(model: Any, states: mx.array) -> mx.array:
+    return a2d.tied_head(model, states) if model.tie_word_embeddings else model.lm_head(states)
+
+
+FAMILY = a2d.family("gemma3_text", prepare_config=prepare_config, repair=repair, hidden=hidden, head=head)

@@ -1,0 +1,157 @@
+"""Loading as a library: works with and without the patches. The names that mlx-dllm's callers know are here too."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import Checkpoint, check_weights, has_tokenizer, is_run_directory, open_checkpoint, read_json
+from .checkpoint import resolve_run_directory as _resolve
+from .decode import bidirectional_forward
+from .errors import CheckpointError
+from .families import Family, family_of
+from .spec import DiffusionSpec, resolve
+
+__all__ = ["A2DConfig", "bidirectional_forward", "load", "load_with_spec"]
+
+
+@dataclass(frozen=True)
+class A2DConfig:
+    """The ``a2d`` block of a checkpoint's config.json.
+
+    Args:
+        objective: ``mdlm``.
+        mask_token_id: id of the mask token.
+        final_alpha: attention annealing at the end of training: provenance only, decoding is always at 1.
+        sampler: the sampler's settings as written: canvas_len, num_steps, temperature.
+        manifest: the run directory's manifest.json, or None.
+    """
+
+    objective: str
+    mask_token_id: int
+    final_alpha: float = 1.0
+    sampler: dict[str, Any] | None = None
+    manifest: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+
+
+def load(path_or_repo: str | Path, *, tokenizer: str | Path | None = None) -> tuple[Any, Any, A2DConfig | None]:
+    """
+    Load a checkpoint, a2d run directory or hub repository for bidirectional decoding.
+
+    A stock checkpoint of a known family is loaded too: it has no a2d block, and decoding it needs ``mask_token_id``.
+
+    Args:
+        tokenizer: directory with the tokenizer files, for a checkpoint that has none.
+
+    Returns:
+        (model, tokenizer, a2d): the mlx-lm model, which stays causal when called; mlx-lm's tokenizer wrapper; the
+        ``a2d`` block, or None for a checkpoint without one (a raw ``checkpoint-<N>``).
+
+    Raises:
+        CheckpointError: nothing to load, broken files, no tokenizer.
+    """
+    from mlx_lm import utils
+
+    path = _resolve(Path(path_or_repo)) if Path(path_or_repo).exists() else _download(str(path_or_repo))
+    checkpoint = open_checkpoint(path)
+    source = Path(tokenizer) if tokenizer is not None else checkpoint.path
+    if not has_tokenizer(source):
+        raise CheckpointError(f"{source} has no tokenizer files: give their directory with tokenizer=.")
+    family = family_of(checkpoint.config.get("model_type"))
+    plain = inspect.unwrap(utils.load_model)
+    if family is None:
+        model, config = plain(checkpoint.path)
+    else:
+        model, config = load_with_spec(plain, checkpoint.path, family, resolve(checkpoint, family))
+    wrapper = inspect.unwrap(utils.load_tokenizer)(source, eos_token_ids=config.get("eos_token_id"))
+    return model, wrapper, _a2d_of(checkpoint)
+
+
+def load_with_spec(
+    load_model: Callable[..., Any],
+    path: Path,
+    family: Family,
+    spec: DiffusionSpec,
+    *args: Any,
+    get_model_classes: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """
+    mlx-lm's ``load_model`` with the family's hand on configuration, weights and numbers; the spec is on the model.
+
+    Args:
+        load_model: mlx-lm's own function; the remaining arguments are its.
+    """
+    if kwargs.get("strict", True):
+        check_weights(path)
+    default = inspect.signature(load_model).parameters["get_model_classes"].default
+    classes = _classes(family, get_model_classes or default)
+    model, config = load_model(path, *args, get_model_classes=classes, **kwargs)
+    vars(model).pop("sanitize", None)
+    family.repair(model, config)
+    model.diffusion_spec = spec
+    return model, config
+
+
+def _classes(family: Family, get_model_classes: Callable[..., Any]) -> Callable[..., Any]:
+    def classes(config: dict[str, Any]) -> Any:
+        family.prepare_config(config)
+        model_class, args_class = get_model_classes(config=config)
+        if family.wrap_class is not None:
+            wrapped = family.wrap_class(model_class)
+            wrapped.__module__ = model_class.__module__
+            model_class = wrapped
+
+        def make(args: Any) -> Any:
+            model = model_class(args)
+            own = getattr(model, "sanitize", lambda weights: weights)
+            model.sanitize = lambda weights: own(family.sanitize(weights))
+            return model
+
+        return make, args_class
+
+    return classes
+
+
+def _a2d_of(checkpoint: Checkpoint) -> A2DConfig | None:
+    a2d = _parse_a2d(checkpoint.config)
+    return (
+        A2DConfig(a2d.objective, a2d.mask_token_id, a2d.final_alpha, a2d.sampler, checkpoint.manifest) if a2d else None
+    )
+
+
+def _parse_a2d(config: dict[str, Any]) -> A2DConfig | None:
+    """The ``a2d`` block of a config.json as a dict, or None; keys that are not known yet are left out."""
+    block = config.get("a2d")
+    if not block:
+        return None
+    if not isinstance(block, dict) or "mask_token_id" not in block:
+        raise CheckpointError(f'config.json: "a2d" must be an object with a mask_token_id, got {block!r}.')
+    return A2DConfig(
+        objective=block.get("objective", "mdlm"),
+        mask_token_id=block["mask_token_id"],
+        final_alpha=block.get("final_alpha", 1.0),
+        sampler=block.get("sampler"),
+    )
+
+
+def _resolve_run_dir(path: str) -> tuple[Path | None, dict[str, Any] | None]:
+    """(checkpoint, manifest) of a run directory; (None, None) for anything else."""
+    if not is_run_directory(Path(path)):
+        return None, None
+    return _resolve(Path(path)), _parse_manifest(Path(path) / "manifest.json")
+
+
+def _parse_manifest(path: Path) -> dict[str, Any] | None:
+    """A manifest.json, or None when there is no such file."""
+    return read_json(path) if path.is_file() else None
+
+
+def _download(repo: str) -> Path:
+    """The local directory of a hub repository."""
+    from mlx_lm import utils
+
+    return _resolve(inspect.unwrap(utils._download)(repo))

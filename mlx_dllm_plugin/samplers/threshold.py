@@ -1,0 +1,23 @@
+"""Commit everything the model is sure of (Fast-dLLM, dInfer, LLaDA2.0 and others use it)."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from . import Rule
+from .low_confidence import token_probability
+
+
+def above_threshold(confidence: mx.array, threshold: mx.array) -> mx.array:
+    """How many confidences exceed the threshold, at least one: [B, 1]."""
+    return mx.maximum((confidence > threshold).sum(axis=1, keepdims=True), 1)
+
+
+THRESHOLD = Rule(
+    name="threshold",
+    about="every position whose confidence exceeds the threshold, at least the best one, optionally block by block",
+    schedule=None,
+    confidence=token_probability,
+    select=above_threshold,
+    uses=frozenset({"threshold", "block_length"}),
+)

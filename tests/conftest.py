@@ -1,0 +1,38 @@
+"""Fixtures of all tests: where the goldens are, and that nothing reaches the network."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data"
+
+
+def goldens_root() -> Path:
+    """`MLX_DLLM_GOLDENS`, else ../shared/goldens beside the checkout."""
+    return Path(os.environ.get("MLX_DLLM_GOLDENS") or ROOT.parent / "shared" / "goldens")
+
+
+@pytest.fixture(scope="session")
+def goldens() -> Path:
+    """The folder of goldens. Missing: a loud skip, and a failure in CI."""
+    root = goldens_root()
+    if not (root / "a2d").is_dir():
+        message = f"no goldens at {root}: set MLX_DLLM_GOLDENS to the folder that holds a2d/"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        warnings.warn(message, stacklevel=1)
+        pytest.skip(message)
+    return root
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """tests/data: a few small goldens that come with the checkout."""
+    return DATA

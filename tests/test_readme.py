@@ -1,0 +1,54 @@
+"""The README's tables are made from the code, and what it shows is what happens."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_dllm_plugin.commands import main
+from mlx_dllm_plugin.compat import TESTED
+from mlx_dllm_plugin.options import table
+from mlx_dllm_plugin.samplers import RULES
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def between(marker: str) -> str:
+    found = re.search(rf"<!-- {marker}:[^\n]*-->\n(.*?)<!-- end of {marker} -->", README, re.DOTALL)
+    assert found, f"the README has no part {marker!r}"
+    return found[1]
+
+
+def test_the_options_are_those_of_the_table() -> None:
+    rows = [f"| `{o.name}` | {o.metadata['help']} |\n" for o in table() if not o.metadata["host"]]
+    assert between("options") == "| option | meaning |\n|---|---|\n" + "".join(rows)
+
+
+def test_the_rules_are_the_registered_ones() -> None:
+    rows = [f"| `{rule.name}` | {rule.about} |\n" for rule in RULES.builtin()]
+    assert between("rules") == "| rule | what it commits |\n|---|---|\n" + "".join(rows)
+
+
+def test_info_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    shown = re.search(r"\$ mlx-dllm (info [^\n]*)\n(.*?)```", README, re.DOTALL)
+    assert shown
+    assert main(shown[1].split()) == 0
+    assert capsys.readouterr().out == shown[2]
+
+
+def test_the_versions_are_the_tested_ones() -> None:
+    for package, (first, last) in TESTED.items():
+        assert re.search(rf"\| {package}[^|]*\| {first} to {last} \|", README)
+
+
+def test_the_python_examples_run(tmp_path: Path) -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "tokens in 8 forwards" in done.stdout
