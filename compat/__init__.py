@@ -41,9 +41,8 @@ def check(module: ModuleType) -> None:
     unknown = [file for file in files if not _is_known(_name(file), module, folder + file)]
     first, last = TESTED[host.replace("_", "-")]
     warnings.warn(
-        f"{describe_host(host)}: {', '.join(unknown)} differ from the releases mlx-dllm-plugin was written for "
-        f"({first} to {last}). Its patches apply where signatures fit; compare results, or install a release in that "
-        "range.",
+        f"{describe_host(host)} is not a release mlx-dllm-plugin was written for ({first} to {last}): "
+        f"{', '.join(unknown)} changed. The patches apply where signatures fit; check results, or install one of them.",
         UpstreamDriftWarning,
         stacklevel=2,
     )
