@@ -110,7 +110,7 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
             context, sources["context_length"] = config[name], f"config.json ({name})"
             break
     defaults = family.defaults(checkpoint)
-    sources |= dict.fromkeys(defaults, "the a2d block" if checkpoint.a2d else f"the family {family.name}")
+    sources |= {name: source for name, (_, source) in defaults.items()}
     return DiffusionSpec(
         family=family.name,
         logits=family.logits,
@@ -121,7 +121,7 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
         eos_token_ids=eos,
         vocab_size=vocab_size,
         context_length=context,
-        defaults=defaults,
+        defaults={name: value for name, (value, _) in defaults.items()},
         sources=sources,
     )
 

@@ -57,7 +57,7 @@ class Family:
         claims: whether a checkpoint is one of this family. A tokenizer with a mask token proves nothing.
         hidden: ``(model, ids [B, T], cache) -> [B, T, D]``, the model's last hidden states, final norm included.
         head: ``(model, hidden [B, N, D]) -> logits [B, N, V]``; head(hidden(ids)) equals the model's own call.
-        defaults: the family's own values of decoding options for a checkpoint.
+        defaults: the family's own values of decoding options for a checkpoint, each with where it comes from.
         logits, attention, canvas, unmasking: see DiffusionSpec.
         mask_token: text of the mask token, looked up in the vocabulary when no file names the id.
         mask_token_id: its id when the vocabulary does not have the text either.
@@ -74,7 +74,7 @@ class Family:
     claims: Callable[[Checkpoint], bool]
     hidden: Callable[[Any, mx.array, list[Any]], mx.array]
     head: Callable[[Any, mx.array], mx.array]
-    defaults: Callable[[Checkpoint], Mapping[str, Any]]
+    defaults: Callable[[Checkpoint], Mapping[str, tuple[Any, str]]]
     logits: Literal["in_place", "shifted"] = "in_place"
     attention: Literal["bidirectional", "block_causal"] = "bidirectional"
     canvas: Literal["fixed", "growing"] = "fixed"
@@ -137,7 +137,8 @@ def family_of(model_type: str | None) -> Family | None:
     from . import a2d
 
     adapter = _ADAPTERS.get(model_type or "")
-    known = next((f for f in FAMILIES.builtin() if model_type in f.model_types), None)
+    sources = (FAMILIES.builtin, FAMILIES.others)
+    known = next((f for source in sources for f in source() if model_type in f.model_types), None)
     if adapter is None or adapter.sanitize_wrapper is None:
         return known or (a2d.whole(adapter.model_type) if adapter else None)
     base = known or a2d.whole(adapter.model_type)

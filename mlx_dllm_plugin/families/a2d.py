@@ -25,9 +25,10 @@ def claims(model_type: str) -> Callable[[Checkpoint], bool]:
     return claim
 
 
-def defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    """canvas_length (total), max_denoising_steps and confidence_temperature of the a2d block. Without a block: a2d's
-    command-line defaults, a canvas of 64 and 32 steps. Raises CheckpointError for impossible values."""
+def defaults(checkpoint: Checkpoint) -> dict[str, tuple[Any, str]]:
+    """canvas_length (total), max_denoising_steps and confidence_temperature of the a2d block, and where each comes from;
+    what the block does not say has the default of a2d's command line: a canvas of 64, 32 steps, temperature 1. Raises
+    CheckpointError for impossible values."""
     block = checkpoint.a2d or {}
     where = checkpoint.path / "config.json"
     objective = block.get("objective", "mdlm")
@@ -36,15 +37,20 @@ def defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     sampler = block.get("sampler") or {}
     if not isinstance(sampler, dict):
         raise CheckpointError(f"{where}: a2d.sampler must be an object, got {sampler!r}.")
+
+    def setting(key: str, default: Any) -> tuple[Any, str]:
+        return (sampler[key], "the a2d block") if key in sampler else (default, "a2d's command line")
+
     values = {
-        "canvas_length": sampler.get("canvas_len", 64),
-        "max_denoising_steps": sampler.get("num_steps", 32),
-        "confidence_temperature": sampler.get("temperature", 1.0),
+        "canvas_length": setting("canvas_len", 64),
+        "max_denoising_steps": setting("num_steps", 32),
+        "confidence_temperature": setting("temperature", 1.0),
     }
     for name, key in (("canvas_length", "canvas_len"), ("max_denoising_steps", "num_steps")):
-        if not isinstance(values[name], int) or isinstance(values[name], bool) or values[name] < 1:
-            raise CheckpointError(f"{where}: a2d.sampler.{key} must be a positive integer, got {values[name]!r}.")
-    temperature = values["confidence_temperature"]
+        value = values[name][0]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{where}: a2d.sampler.{key} must be a positive integer, got {value!r}.")
+    temperature = values["confidence_temperature"][0]
     if not isinstance(temperature, (int, float)) or isinstance(temperature, bool) or not 0 <= temperature < 1e6:
         raise CheckpointError(f"{where}: a2d.sampler.temperature must be 0 or more, got {temperature!r}.")
     return values
@@ -115,3 +121,14 @@ def lift_rope(config: dict[str, Any]) -> None:
             config.setdefault("rope_theta", rope["rope_theta"])
         if rope.get("rope_type", "default") != "default":
             config["rope_scaling"] = config.get("rope_scaling") or rope
+
+
+def unscaled_rope(config: dict[str, Any]) -> None:
+    """Raises DiffusionError for a scaled rope, in families whose mlx-lm model has none."""
+    scaling = config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind != "default":
+        raise DiffusionError(
+            f"{config.get('model_type')} with a rope scaled by {kind!r} cannot be decoded: mlx-lm's model does not "
+            "scale it."
+        )
