@@ -373,6 +373,10 @@ def _canvas_length(spec: DiffusionSpec, prompt: int, options: DecodingOptions) -
             f"max_tokens -1 (up to the context) needs a canvas that grows; the family {spec.family} has a fixed one: "
             "give the number of tokens."
         )
+    if spec.context_length is not None and prompt >= spec.context_length and options.canvas_length != prompt:
+        raise DiffusionError(
+            f"The prompt has {prompt} tokens and the model's context is {spec.context_length}: shorten the prompt."
+        )
     if options.canvas_length is not None:
         canvas, named = options.canvas_length, "canvas_length"
         if canvas < prompt:

@@ -12,10 +12,10 @@ from .checkpoint import Checkpoint, check_weights, has_tokenizer, is_run_directo
 from .checkpoint import resolve_run_directory as _resolve
 from .decode import bidirectional_forward
 from .errors import CheckpointError
-from .families import Family, family_of
+from .families import FAMILIES, Family, family_of
 from .spec import DiffusionSpec, resolve
 
-__all__ = ["A2DConfig", "bidirectional_forward", "load", "load_with_spec"]
+__all__ = ["A2DConfig", "bidirectional_forward", "complete_run", "load", "load_with_spec"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def load(path_or_repo: str | Path, *, tokenizer: str | Path | None = None) -> tu
     if family is None:
         model, config = plain(checkpoint.path)
     else:
-        model, config = load_with_spec(plain, checkpoint.path, family, resolve(checkpoint, family))
+        known = family.name in FAMILIES.names()  # else an adapter's own: decoded like any mlx-lm model, without a spec
+        model, config = load_with_spec(plain, checkpoint.path, family, resolve(checkpoint, family) if known else None)
     wrapper = inspect.unwrap(utils.load_tokenizer)(source, eos_token_ids=config.get("eos_token_id"))
     return model, wrapper, _a2d_of(checkpoint)
 
@@ -74,13 +75,14 @@ def load_with_spec(
     load_model: Callable[..., Any],
     path: Path,
     family: Family,
-    spec: DiffusionSpec,
+    spec: DiffusionSpec | None,
     *args: Any,
     get_model_classes: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """
-    mlx-lm's ``load_model`` with the family's hand on configuration, weights and numbers; the spec is on the model.
+    mlx-lm's ``load_model`` with the family's hand on configuration, weights and numbers; the spec, if any, is on the
+    model.
 
     Args:
         load_model: mlx-lm's own function; the remaining arguments are its.
@@ -92,7 +94,8 @@ def load_with_spec(
     model, config = load_model(path, *args, get_model_classes=classes, **kwargs)
     vars(model).pop("sanitize", None)
     family.repair(model, config)
-    model.diffusion_spec = spec
+    if spec is not None:
+        model.diffusion_spec = spec
     return model, config
 
 
@@ -151,7 +154,31 @@ def _parse_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _download(repo: str) -> Path:
-    """The local directory of a hub repository."""
+    """The local directory of what is loaded from a hub repository."""
     from mlx_lm import utils
 
-    return _resolve(inspect.unwrap(utils._download)(repo))
+    download = inspect.unwrap(utils._download)
+    return complete_run(download(repo), lambda patterns: download(repo, allow_patterns=patterns))
+
+
+def complete_run(path: Path, download: Callable[[list[str]], Any], *, weights: bool = True) -> Path:
+    """
+    What is loaded from a downloaded repository, which may be a run directory. mlx-lm's patterns take JSON from every
+    folder, but weights only from the root and ``model/``, and some tokenizer files only from the root.
+
+    Args:
+        download: fetches the files that match patterns into the same directory.
+        weights: whether the weights are wanted.
+    """
+    resolved = _resolve(path)
+    if resolved == path:
+        return path
+    folder = resolved.relative_to(path).as_posix()
+    patterns = []
+    if weights and not list(resolved.glob("model*.safetensors")):
+        patterns += [f"{folder}/model*.safetensors"]
+    if not has_tokenizer(resolved):
+        patterns += [f"{folder}/tokenizer*", f"{folder}/*.tiktoken", f"{folder}/*.txt", f"{folder}/*.jinja"]
+    if patterns:
+        download(patterns)
+    return resolved

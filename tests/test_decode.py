@@ -875,7 +875,7 @@ def test_a_canvas_over_the_context_is_refused_with_the_numbers(model: Any) -> No
     )
     assert refused(model, canvas_length=70).startswith("A canvas of 70 tokens (canvas_length) exceeds ")
     text = refused(model, [1] * 70, max_tokens=3)
-    assert "A canvas of 73 tokens (prompt 70 + max_tokens 3)" in text and "at most 0 new tokens fit" in text
+    assert text == "The prompt has 70 tokens and the model's context is 64: shorten the prompt."
 
 
 def test_a_canvas_shorter_than_the_prompt_is_refused(model: Any) -> None:

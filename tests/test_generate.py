@@ -676,3 +676,15 @@ def test_a_hundred_generations_leave_everything_as_it_was(data: Path) -> None:
     texts = {text_of(stream(loaded, prompt, **options)) for _ in range(100)}
     assert len(texts) == 1
     assert state() == before
+
+
+# --- run directories of the host's own models
+
+
+def test_a_run_directory_with_an_autoregressive_model_loads_as_its_model_folder(data: Path, tmp_path: Path) -> None:
+    model = make_ar_model(tmp_path / "run" / "model", data / "a2d" / "gpt2-grow" / "run" / "model")
+    (tmp_path / "run" / "manifest.json").write_text("{}")
+    loaded, _ = mlx_lm.utils.load_model(tmp_path / "run")
+    ids = mx.array([[1, 2, 3]])
+    assert mx.array_equal(loaded(ids), mlx_lm.utils.load_model(model)[0](ids)).item()
+    assert not hasattr(loaded, "diffusion_spec")

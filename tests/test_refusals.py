@@ -258,6 +258,22 @@ def test_a_command_refuses_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        ("awq", "awq_quantize"),
+        ("dwq", "dwq_quantize"),
+        ("gptq", "gptq_quantize"),
+        ("dynamic_quant", "eval_ppl"),
+        ("dynamic_quant", "estimate_sensitivities"),
+    ],
+)
+def test_a_quantizer_called_from_python_refuses(diffusion: Loaded, module: str, function: str) -> None:
+    call = getattr(importlib.import_module(f"mlx_lm.quant.{module}"), function)
+    with pytest.raises(DiffusionError, match=f"^mlx_lm.quant.{module}.{function} does not work with diffusion"):
+        call(diffusion.model)
+
+
 def test_every_patched_command_is_walked() -> None:
     from mlx_dllm_plugin.patches import mlx_lm as patched
 

@@ -1,4 +1,4 @@
-"""The demo checkpoint that comes with the package: a small masked-diffusion model trained by `examples/train_demo.py`."""
+"""The demo checkpoint of the package: a small masked-diffusion model trained by `examples/train_demo.py`."""
 
 from pathlib import Path
 

@@ -26,8 +26,8 @@ def claims(model_type: str) -> Callable[[Checkpoint], bool]:
 
 
 def defaults(checkpoint: Checkpoint) -> dict[str, tuple[Any, str]]:
-    """canvas_length (total), max_denoising_steps and confidence_temperature of the a2d block, and where each comes from;
-    what the block does not say has the default of a2d's command line: a canvas of 64, 32 steps, temperature 1. Raises
+    """canvas_length (total), max_denoising_steps and confidence_temperature of the a2d block, each with its source.
+    What the block does not say has the default of a2d's command line: a canvas of 64, 32 steps, temperature 1. Raises
     CheckpointError for impossible values."""
     block = checkpoint.a2d or {}
     where = checkpoint.path / "config.json"

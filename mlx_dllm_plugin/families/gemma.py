@@ -14,7 +14,10 @@ TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 def prepare_config(config: dict[str, Any]) -> None:
     a2d.lift_rope(config)
+    a2d.unscaled_rope(config)
     a2d.only(config, "hidden_activation", *TANH, "gelu")
+    if config.get("hidden_activation") is None:  # transformers 5 only reads hidden_act, and takes gelu as the tanh gelu
+        a2d.only(config, "hidden_act", *TANH, "gelu")
     a2d.only(config, "tie_word_embeddings", True)
 
 

@@ -14,6 +14,7 @@ from .gemma import sanitize
 
 def prepare_config(config: dict[str, Any]) -> None:
     a2d.lift_rope(config)
+    a2d.unscaled_rope(config)
     a2d.only(config, "hidden_activation", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
     a2d.only(config, "tie_word_embeddings", True)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):

@@ -21,8 +21,13 @@ def prepare_config(config: dict[str, Any]) -> None:
                 config.setdefault(key, part["rope_theta"])
         if full.get("rope_type", "default") != "default":
             config["rope_scaling"] = config.get("rope_scaling") or full
+        if sliding.get("rope_type", "default") != "default":
+            raise DiffusionError(
+                "gemma3_text with scaled rope_parameters for sliding_attention cannot be decoded: mlx-lm's model only "
+                "scales those for full_attention."
+            )
     types = config.get("layer_types")
-    if types and "sliding_window_pattern" not in config:
+    if types:  # to transformers they win over a pattern beside them
         pattern = types.index("full_attention") + 1 if "full_attention" in types else len(types) + 1
         expected = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(len(types))]
         if types != expected:
@@ -37,20 +42,21 @@ def prepare_config(config: dict[str, Any]) -> None:
 
 
 def repair(model: Any, config: dict[str, Any]) -> None:
-    """Make this instance's embedding scale what transformers computes: sqrt(hidden) rounded to the weights' type."""
-    embedding = model.model.embed_tokens
+    """Make this instance's embedding scale what transformers computes: sqrt(hidden) rounded to the weights' type. Not
+    in the embedding's class: nn.quantize replaces that."""
     exact = mx.array(model.args.hidden_size**0.5, mx.float32)
-    probe = embedding(mx.array([[0]]))
-    wanted, used = exact.astype(probe.dtype), exact.astype(mx.bfloat16).astype(probe.dtype)
-    if wanted.item() == used.item():
+    used = exact.astype(mx.bfloat16)
+    if exact.item() == used.item():
         return
-    correction = wanted / used
 
-    class ScaledEmbedding(type(embedding)):  # type: ignore[misc]
-        def __call__(self, ids: mx.array) -> mx.array:
-            return super().__call__(ids) * correction
+    class ExactScale(type(model.model)):  # type: ignore[misc]
+        def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
+            if input_embeddings is None:
+                states = self.embed_tokens(inputs)
+                input_embeddings = states * (exact.astype(states.dtype) / used.astype(states.dtype))
+            return super().__call__(inputs, cache, input_embeddings)
 
-    embedding.__class__ = ScaledEmbedding
+    model.model.__class__ = ExactScale
 
 
 def hidden(model: Any, ids: mx.array, cache: list[Any]) -> mx.array:

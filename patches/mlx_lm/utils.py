@@ -11,8 +11,9 @@ from .. import Patch, Redirect, cli
 
 def download(original: Any, /, path_or_hf_repo: Any, *args: Any, **kwargs: Any) -> Path:
     """`_download`, which also resolves a run directory to what is loaded from it."""
-    from ...checkpoint import is_run_directory, resolve_run_directory
+    from ...checkpoint import resolve_run_directory
     from ...errors import CheckpointError
+    from ...runtime import complete_run
 
     name = str(path_or_hf_repo)
     is_local = Path(name).exists()
@@ -28,16 +29,12 @@ def download(original: Any, /, path_or_hf_repo: Any, *args: Any, **kwargs: Any) 
         raise CheckpointError(
             f"{name} is neither a directory nor a checkpoint that can be had from the hub ({why})."
         ) from error
-    if not is_run_directory(path):
-        return path
-    resolved = resolve_run_directory(path)
-    everything = not args[1:] and kwargs.get("allow_patterns") is None
-    if not is_local and everything and not list(resolved.glob("model*.safetensors")):
-        # The host's patterns take JSON from every folder, but weights only from the root and model/.
-        folder = resolved.relative_to(path).as_posix()
-        kwargs["allow_patterns"] = [f"{folder}/model*.safetensors", f"{folder}/*.txt", f"{folder}/*.jinja"]
-        original(path_or_hf_repo, *args, **kwargs)
-    return resolved
+    if is_local:
+        return resolve_run_directory(path)
+    given = inspect.signature(original).bind(path_or_hf_repo, *args, **kwargs).arguments
+    more = {name: value for name, value in given.items() if name != "allow_patterns"}
+    everything = given.get("allow_patterns") is None
+    return complete_run(path, lambda patterns: original(**more, allow_patterns=patterns), weights=everything)
 
 
 def _could_be_repo(name: str) -> bool:
@@ -59,7 +56,7 @@ def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
         path = resolve_run_directory(path)
     found = prepare(path, given["model_config"], cli.load_options())
     if found is None:
-        return original(*args, **kwargs)
+        return original(path, **given)
     command = cli.running()
     if command is not None and command.refuses:
         raise cli.refuse(command.refuses)

@@ -2,4 +2,4 @@
 
 from . import refusal
 
-PATCH = refusal("quant.awq")
+PATCH = refusal("awq", "awq_quantize")

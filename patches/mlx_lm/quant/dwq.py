@@ -2,4 +2,4 @@
 
 from . import refusal
 
-PATCH = refusal("quant.dwq")
+PATCH = refusal("dwq", "dwq_quantize")

@@ -2,4 +2,4 @@
 
 from . import refusal
 
-PATCH = refusal("quant.dynamic_quant")
+PATCH = refusal("dynamic_quant", "eval_ppl", "estimate_sensitivities")

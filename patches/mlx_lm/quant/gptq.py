@@ -2,4 +2,4 @@
 
 from . import refusal
 
-PATCH = refusal("quant.gptq")
+PATCH = refusal("gptq", "gptq_quantize")
