@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_dllm_plugin import DecodingOptions, DecodingResult, DiffusionError, bidirectional_forward, decode
+from mlx_dllm_plugin.decode import Finished, plan_slots, run
+from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.samplers import RULES
 from mlx_dllm_plugin.samplers.a2d import a2d_schedule, mlx_dllm_schedule
 from mlx_dllm_plugin.samplers.low_confidence import even_schedule, random_order, token_probability
@@ -282,3 +285,117 @@ def test_every_rule_makes_one_forward_per_step_that_commits(model: Any, monkeypa
             )
             assert forwards() - before == result.nfe == min(steps, 5)
             assert result.nfe + result.empty_steps == steps
+
+
+# The threshold rule, whose number of steps nobody knows beforehand.
+
+
+def threshold_oracle(model: Any, prompt: list[int], masks: int, threshold: float, block: int) -> list[list[int]]:
+    """The positions of every commit: all above the threshold, else the best one, block by block."""
+    canvas = np.array([*prompt, *[MASK] * masks])
+    masked = np.array([False] * len(prompt) + [True] * masks)
+    commits = []
+    for start in range(len(prompt), len(canvas), block):
+        inside = (np.arange(len(canvas)) >= start) & (np.arange(len(canvas)) < start + block)
+        while (masked & inside).any():
+            logits = np.array(bidirectional_forward(model, mx.array(canvas[None]))[0]).astype(np.float64)
+            confidence = np.exp(logits.max(-1) - np.logaddexp.reduce(logits, axis=-1))
+            logits[:, MASK] = -np.inf
+            confidence[~(masked & inside)] = -np.inf
+            chosen = np.flatnonzero(confidence > threshold)
+            chosen = chosen if len(chosen) else confidence.argmax()[None]
+            canvas[chosen], masked[chosen] = logits.argmax(-1)[chosen], False
+            commits.append(chosen.tolist())
+    return commits
+
+
+@pytest.mark.parametrize("block", [12, 5, 4])
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.15, 0.4, 2.0])
+def test_threshold_equals_its_loop(model: Any, threshold: float, block: int) -> None:
+    options = DecodingOptions(
+        unmasking="threshold", threshold=threshold, max_tokens=12, block_length=block, stop_at_eos=False
+    )
+    result = decode(model, [1, 2, 3], options)
+    assert [list(commit.positions) for commit in result.commits] == threshold_oracle(
+        model, [1, 2, 3], 12, threshold, block
+    )
+    assert result.nfe == len(result.commits) and result.empty_steps == 0
+
+
+def test_a_threshold_above_one_is_one_token_a_step_and_zero_is_one_step(model: Any) -> None:
+    def result(**options: Any) -> DecodingResult:
+        return decode(model, [7, 8], DecodingOptions(max_tokens=9, **options))
+
+    one = result(unmasking="low_confidence", max_denoising_steps=9)
+    assert as_lists(result(unmasking="threshold", threshold=1.5)) == as_lists(one) and one.nfe == 9
+    assert result(unmasking="threshold", threshold=0.0).nfe == 1
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=2, max_size=4),
+    threshold=st.floats(0.0, 1.2),
+    temp=st.sampled_from([0.0, 0.9]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_threshold_rows_of_a_batch_equal_the_rows_alone(
+    lengths: list[int], threshold: float, temp: float, seed: int
+) -> None:
+    model = tiny_model("qwen2", eos_token_id=None)
+    options = DecodingOptions(unmasking="threshold", threshold=threshold, max_tokens=7, temp=temp, seed=seed)
+    prompts = [[(3 * i + seed) % MASK for i in range(length)] for length in lengths]
+    for prompt, together in zip(prompts, decode(model, prompts, options), strict=True):
+        alone = decode(model, prompt, options)
+        assert (together.canvas, together.nfe, as_lists(together)) == (alone.canvas, alone.nfe, as_lists(alone))
+        assert together.logprobs == alone.logprobs
+
+
+def test_the_default_threshold_is_nine_tenths(model: Any) -> None:
+    same = [
+        as_lists(decode(model, [5, 6], DecodingOptions(unmasking="threshold", max_tokens=10, threshold=threshold)))
+        for threshold in (None, 0.9)
+    ]
+    assert same[0] == same[1]
+
+
+def test_steps_are_refused_with_a_threshold_and_a_threshold_without(model: Any) -> None:
+    for options in (
+        {"unmasking": "threshold", "max_denoising_steps": 4},
+        {"unmasking": "low_confidence", "threshold": 0.9},
+    ):
+        with pytest.raises(DiffusionError, match="does not use"):
+            decode(model, [1], DecodingOptions(max_tokens=4, **options))
+
+
+# Canvases with masks anywhere, and shifted logits.
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("rule", ["mlx_dllm", "a2d", "low_confidence"])
+def test_masks_anywhere_and_shifted_logits_equal_a_plain_loop(model: Any, rule: str, shifted: bool) -> None:
+    rows = [[1, MASK, 3, MASK, MASK, 6, 7, MASK], [2, 2, 2, MASK, 9, MASK]]
+    slots = [[i for i, token in enumerate(row) if token == MASK] for row in rows]
+    spec = replace(model.diffusion_spec, logits="shifted" if shifted else "in_place", eos_token_ids=())
+    options = DecodingOptions(unmasking=rule, max_denoising_steps=3)
+    plans = [(plan_slots(spec, row, at, options), options) for row, at in zip(rows, slots, strict=True)]
+    family = FAMILIES.get(model.diffusion_spec.family)
+    found = {event.row: list(event.canvas) for event in run(model, family, spec, plans) if isinstance(event, Finished)}
+    for number, (row, at) in enumerate(zip(rows, slots, strict=True)):
+        canvas, left = np.array(row), list(at)
+        for count in SCHEDULES[rule](len(at), 3):
+            logits = np.array(bidirectional_forward(model, mx.array(canvas[None]))[0]).astype(np.float64)
+            logits = np.roll(logits, 1, axis=0) if shifted else logits
+            scores = logits.copy()
+            logits[:, MASK] = -np.inf
+            scores = logits if rule == "mlx_dllm" else scores
+            confidence = np.exp(scores.max(-1) - np.logaddexp.reduce(scores, axis=-1))
+            for i in sorted(left, key=lambda i: -confidence[i])[:count]:
+                canvas[i] = logits[i].argmax()
+                left.remove(i)
+        assert found[number] == canvas.tolist()
+
+
+def test_shifted_logits_cannot_fill_the_first_position(model: Any) -> None:
+    spec = replace(model.diffusion_spec, logits="shifted")
+    with pytest.raises(DiffusionError, match="unmasked first token"):
+        plan_slots(spec, [MASK, 1], [0], DecodingOptions())
