@@ -610,8 +610,9 @@ def _step(
     if rule.select is None:
         counts = mx.array([[row.steps[0][2]] for row in rows])
         order = order[:, : max(row.steps[0][2] or 0 for row in rows)]
-    else:
-        counts = rule.select(mx.take_along_axis(ranked, order, axis=1), batch.threshold)
+    confidence = mx.take_along_axis(ranked, order, axis=1)
+    if rule.select is not None:
+        counts = rule.select(confidence, batch.threshold)
     chosen = mx.take_along_axis(tokens, order, axis=1)
     wanted = mx.arange(order.shape[1])[None] < counts
     place = order + before
@@ -619,7 +620,13 @@ def _step(
     still = mx.take_along_axis(masked, place, axis=1) & ~wanted
     canvas = mx.put_along_axis(canvas, place, mx.where(wanted, chosen, old), axis=1)
     masked = mx.put_along_axis(masked, place, still, axis=1)
-    mx.eval(canvas, masked, order, chosen, counts)
+    # Random confidences say nothing about the logits.
+    broken = mx.isnan(logits if rule.draws else confidence).any()
+    mx.eval(canvas, masked, order, chosen, counts, broken)
+    if np.array(broken):
+        raise DiffusionError(
+            "The model computed logits that are not numbers (NaN): its weights are damaged, or overflow in their type."
+        )
     return canvas, masked, _read(batch, np.array(order), np.array(chosen), np.array(counts), logits)
 
 

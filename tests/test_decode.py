@@ -931,3 +931,14 @@ def test_options_must_fit_the_rows(model: Any) -> None:
     )
     named = [DecodingOptions(max_tokens=2, unmasking="a2d"), DecodingOptions(max_tokens=2)]
     assert len(decode(model, [PROMPT, PROMPT], named)) == 2
+
+
+@pytest.mark.parametrize("rule", [*BUILTIN_RULES, "threshold"])
+@pytest.mark.parametrize("where", ["everywhere", "one token"])
+def test_logits_that_are_not_numbers_are_refused(rule: str, where: str) -> None:
+    broken = tiny_model("gpt2")
+    embedding = broken.model.wte.weight
+    embedding[slice(None) if where == "everywhere" else 5] = mx.nan
+    broken.model.wte.weight = embedding
+    with pytest.raises(DiffusionError, match="NaN"):
+        decode(broken, PROMPT, DecodingOptions(unmasking=rule, max_tokens=4))
