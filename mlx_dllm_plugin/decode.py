@@ -20,7 +20,7 @@ from .errors import DiffusionError
 from .families import FAMILIES, Family
 from .families.a2d import whole
 from .options import DecodingOptions
-from .samplers import RULES, Rule
+from .samplers import RULES, Rule, users
 from .spec import DiffusionSpec, check_mask_token_id
 
 TOP_LOGPROBS = 20
@@ -360,10 +360,9 @@ def _refuse_unused(rule: Rule, options: DecodingOptions) -> None:
     for name, option in DecodingOptions.__dataclass_fields__.items():
         if option.metadata["common"] or getattr(options, name) is None or name in rule.uses:
             continue
-        users = [other for other in RULES.names() if name in RULES.get(other).uses]
         raise DiffusionError(
             f"The unmasking rule {rule.name!r} does not use {name}; leave it out, or choose one that does: "
-            f"{', '.join(users)}."
+            f"{', '.join(users(name))}."
         )
 
 

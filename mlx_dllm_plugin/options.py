@@ -134,7 +134,10 @@ class DecodingOptions:
         "int", "id of the mask token, for a checkpoint that does not say", expected="0 or more", valid=_not_negative
     )
     suppress_tokens: tuple[int, ...] | None = _option(
-        "ints", "token ids never to emit, beside the mask", expected="token ids, 0 or more", valid=_not_negative
+        "ints",
+        "token ids never to emit, beside the mask; separated by commas",
+        expected="token ids, 0 or more",
+        valid=_not_negative,
     )
     stop_at_eos: bool | None = _option(
         "bool", "stop when everything up to the first end-of-sequence token is committed (default: true)"

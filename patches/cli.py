@@ -143,7 +143,7 @@ class _Parser(argparse.ArgumentParser):
                     default=None,
                     type=_type_of(option),
                     choices=option.metadata["choices"] or None,
-                    metavar=None if option.metadata["choices"] else option.metadata["kind"].upper(),
+                    metavar=None if option.metadata["choices"] else option.name.upper(),
                     help=option.metadata["help"],
                 )
         return self._ours
@@ -180,13 +180,18 @@ class _Parser(argparse.ArgumentParser):
         return namespace, rest
 
     def format_help(self) -> str:
+        """The help, with what is registered: not looked up for anything else."""
         from ..families import FAMILIES
-        from ..samplers import RULES
+        from ..samplers import RULES, users
 
         ours = self._extend()
-        for name, known in (("unmasking", RULES.names()), ("family", FAMILIES.names())):
-            if name in ours:
-                ours[name].help = f"{ours[name].help}: {', '.join(known)}"
+        for option in table():
+            if option.name not in ours:
+                continue
+            known = {"unmasking": RULES.names, "family": FAMILIES.names}.get(option.name, list)()
+            known = [f": {', '.join(known)}"] if known else []
+            rules = [] if option.metadata["common"] else [f" (rules: {', '.join(users(option.name))})"]
+            ours[option.name].help = "".join([option.metadata["help"], *known, *rules])
         return super().format_help()
 
     def format_usage(self) -> str:

@@ -12,7 +12,7 @@ import pytest
 from mlx_dllm_plugin.commands import main
 from mlx_dllm_plugin.compat import TESTED
 from mlx_dllm_plugin.options import table
-from mlx_dllm_plugin.samplers import RULES
+from mlx_dllm_plugin.samplers import RULES, users
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -25,8 +25,12 @@ def between(marker: str) -> str:
 
 
 def test_the_options_are_those_of_the_table() -> None:
-    rows = [f"| `{o.name}` | {o.metadata['help']} |\n" for o in table() if not o.metadata["host"]]
-    assert between("options") == "| option | meaning |\n|---|---|\n" + "".join(rows)
+    rows = [
+        f"| `{o.name}` | {o.metadata['help']} | {'' if o.metadata['common'] else ', '.join(users(o.name))} |\n"
+        for o in table()
+        if not o.metadata["host"]
+    ]
+    assert between("options") == "| option | meaning | only for the rules |\n|---|---|---|\n" + "".join(rows)
 
 
 def test_the_rules_are_the_registered_ones() -> None:

@@ -62,3 +62,8 @@ RULES: Registry[Rule] = Registry(
         "mlx_dllm": "mlx_dllm_plugin.samplers.a2d:MLX_DLLM",
     },
 )
+
+
+def users(option: str) -> list[str]:
+    """The rules that take an option which not all take."""
+    return [name for name in RULES.names() if option in RULES.get(name).uses]
