@@ -98,6 +98,7 @@ VOCAB, MASK = 12, 11
 FAKE = SimpleNamespace(args=SimpleNamespace(vocab_size=VOCAB))
 TABLE = np.random.default_rng(3).normal(size=(3, VOCAB, VOCAB)).astype(np.float32) * 2
 PLACE = np.random.default_rng(4).normal(size=(64, VOCAB)).astype(np.float32)
+PLACE[:, MASK] *= 6  # some places want the mask, which is never to be had
 
 
 def fake_logits(ids: np.ndarray) -> np.ndarray:
@@ -493,13 +494,16 @@ def test_revealed_tokens_are_never_touched_again(forward: Forward) -> None:
 
 
 def test_the_mask_is_removed_before_the_softmax_which_changes_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Position 1 all but wants the mask, and is sure of token 5 apart from that: it comes first."""
-    logits = np.zeros((1, 3, VOCAB), np.float32)
-    logits[0, 1, [MASK, 5]] = 20, 8
-    logits[0, 2, 6] = 4
-    odds = np.exp(logits[0].astype(np.float64))
-    assert odds[1, 5] / odds[1].sum() < odds[2, 6] / odds[2].sum()  # with the mask in, position 2 would
-    fake = Forward(lambda ids: logits)
+    """Position 1 half wants the mask and is sure of token 5 apart from that, so it comes first."""
+    odds = np.full((3, VOCAB), 0.01)
+    odds[1, [MASK, 5]] = 0.45, 0.4
+    odds[2] = 0.04
+    odds[2, 6] = 0.6
+    whole = odds / odds.sum(1, keepdims=True)
+    without = odds[:, :MASK] / odds[:, :MASK].sum(1, keepdims=True)
+    assert without[1, 5] > without[2, 6]
+    assert whole[2, 6] > max(whole[1, MASK], whole[1, 5])  # with the mask in, position 2 would
+    fake = Forward(lambda ids: np.log(odds)[None].astype(np.float32))
     monkeypatch.setattr(diffusion, "bidirectional_forward", fake)
     assert fill([[1, MASK, MASK]], steps=2) == [[1, 5, 6]]
     assert fake.canvases[1].tolist() == [[1, 5, MASK]]
