@@ -215,7 +215,7 @@ def stream_decode(
                 f"Options must be one for all rows or one per row: {len(per_row)} for {len(prompt_rows)} prompts."
             )
     rows = [(plan(spec, prompt, own), own) for prompt, own in zip(prompt_rows, per_row, strict=True)]
-    return run(model, FAMILIES.get(spec.family), spec, rows, stream)
+    return run(model, family_on(model), spec, rows, stream)
 
 
 def bidirectional_forward(model: Any, input_ids: mx.array, *, stream: Any = None) -> mx.array:
@@ -228,10 +228,18 @@ def bidirectional_forward(model: Any, input_ids: mx.array, *, stream: Any = None
     Returns:
         mx.array: logits [B, T, V], in the model's type; not shifted. The model itself stays causal.
     """
-    spec = getattr(model, "diffusion_spec", None)
-    family = FAMILIES.get(spec.family) if spec is not None else whole("any")
+    family = family_on(model)
     with mx.stream(stream) if stream is not None else contextlib.nullcontext():
         return family.head(model, family.hidden(model, input_ids, [FullCanvas()] * len(model.layers)))
+
+
+def family_on(model: Any) -> Family:
+    """The family a model was loaded with, else that of its spec, else one that works with any mlx-lm model."""
+    family = getattr(model, "diffusion_family", None)
+    if family is not None:
+        return family
+    spec = getattr(model, "diffusion_spec", None)
+    return FAMILIES.get(spec.family) if spec is not None else whole("any")
 
 
 def spec_of(model: Any) -> DiffusionSpec:
@@ -507,7 +515,13 @@ class _Batch:
         self.width = max(len(row.plan.canvas) for row in rows)
         self.window = max(len(row.plan.canvas) - row.plan.slots[0] for row in rows)
         padding = [self.width - len(row.plan.canvas) for row in rows]
-        self.cache = FullCanvas(padding, self.width, family.score_rank(model))
+        if family.score_rank is None and any(padding):
+            raise DiffusionError(
+                f"Rows of unequal length cannot be decoded together by the family {family.name}, which does not say "
+                "the rank of its attention scores: decode them one by one."
+            )
+        rank = family.score_rank(model) if family.score_rank else 4
+        self.cache = FullCanvas(padding, self.width, rank)
         self.slot = np.full((len(rows), self.window), -1)
         for i, row in enumerate(rows):
             self.slot[i, self.columns(row)] = np.arange(len(row.plan.slots))

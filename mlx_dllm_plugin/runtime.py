@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import Checkpoint, check_weights, has_tokenizer, is_run_directory, open_checkpoint, read_json
 from .checkpoint import resolve_run_directory as _resolve
 from .decode import bidirectional_forward
-from .errors import CheckpointError
-from .families import FAMILIES, Family, family_of
+from .errors import CheckpointError, note
+from .families import Family, a2d, family_of
 from .spec import DiffusionSpec, resolve
 
 __all__ = ["A2DConfig", "bidirectional_forward", "complete_run", "load", "load_with_spec"]
@@ -60,13 +60,15 @@ def load(path_or_repo: str | Path, *, tokenizer: str | Path | None = None) -> tu
     source = Path(tokenizer) if tokenizer is not None else checkpoint.path
     if not has_tokenizer(source):
         raise CheckpointError(f"{source} has no tokenizer files: give their directory with tokenizer=.")
-    family = family_of(checkpoint.config.get("model_type"))
+    kind = checkpoint.config.get("model_type")
+    family = family_of(kind) or (a2d.whole(str(kind)) if checkpoint.a2d is not None else None)
     plain = inspect.unwrap(utils.load_model)
+    if checkpoint.provenance:
+        note(f"warning: {checkpoint.provenance}")
     if family is None:
         model, config = plain(checkpoint.path)
     else:
-        known = family.name in FAMILIES.names()  # else an adapter's own: decoded like any mlx-lm model, without a spec
-        model, config = load_with_spec(plain, checkpoint.path, family, resolve(checkpoint, family) if known else None)
+        model, config = load_with_spec(plain, checkpoint.path, family, resolve(checkpoint, family))
     wrapper = inspect.unwrap(utils.load_tokenizer)(source, eos_token_ids=config.get("eos_token_id"))
     return model, wrapper, _a2d_of(checkpoint)
 
@@ -75,14 +77,14 @@ def load_with_spec(
     load_model: Callable[..., Any],
     path: Path,
     family: Family,
-    spec: DiffusionSpec | None,
+    spec: DiffusionSpec,
     *args: Any,
     get_model_classes: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """
-    mlx-lm's ``load_model`` with the family's hand on configuration, weights and numbers; the spec, if any, is on the
-    model.
+    mlx-lm's ``load_model`` with the family's hand on configuration, weights and numbers. The spec and the family are
+    on the model as ``diffusion_spec`` and ``diffusion_family``.
 
     Args:
         load_model: mlx-lm's own function; the remaining arguments are its.
@@ -94,8 +96,7 @@ def load_with_spec(
     model, config = load_model(path, *args, get_model_classes=classes, **kwargs)
     vars(model).pop("sanitize", None)
     family.repair(model, config)
-    if spec is not None:
-        model.diffusion_spec = spec
+    model.diffusion_spec, model.diffusion_family = spec, family
     return model, config
 
 
@@ -120,10 +121,8 @@ def _classes(family: Family, get_model_classes: Callable[..., Any]) -> Callable[
 
 
 def _a2d_of(checkpoint: Checkpoint) -> A2DConfig | None:
-    a2d = _parse_a2d(checkpoint.config)
-    return (
-        A2DConfig(a2d.objective, a2d.mask_token_id, a2d.final_alpha, a2d.sampler, checkpoint.manifest) if a2d else None
-    )
+    block = _parse_a2d(checkpoint.config)
+    return replace(block, manifest=checkpoint.manifest) if block else None
 
 
 def _parse_a2d(config: dict[str, Any]) -> A2DConfig | None:

@@ -56,7 +56,7 @@ def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
     Raises:
         DiffusionError: an unknown family name, or a checkpoint that declares itself diffusion of an unknown family.
     """
-    from .families import FAMILIES
+    from .families import FAMILIES, adapted, family_of
 
     if family is not None:
         forced = FAMILIES.get(family)
@@ -65,7 +65,7 @@ def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
                 f"Family {family!r} decodes checkpoints of model_type {' or '.join(forced.model_types)}, but "
                 f"{checkpoint.path / 'config.json'} says {checkpoint.config.get('model_type')!r}."
             )
-        return forced
+        return adapted(forced)
     for source in (FAMILIES.builtin, FAMILIES.others):
         claims = {claim.name: claim for claim in source() if claim.claims(checkpoint)}
         if len(claims) > 1:
@@ -73,8 +73,11 @@ def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
                 f"{checkpoint.path}: the families {', '.join(claims)} all claim it; choose one with family."
             )
         if claims:
-            return next(iter(claims.values()))
+            return adapted(next(iter(claims.values())))
     if checkpoint.a2d is not None:
+        by_adapter = family_of(checkpoint.config.get("model_type"))
+        if by_adapter is not None:
+            return by_adapter
         raise DiffusionError(
             f"{checkpoint.path} is an a2d diffusion checkpoint of model_type "
             f"{checkpoint.config.get('model_type')!r}, which this version cannot decode; it decodes "

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ import mlx_dllm_plugin
 from mlx_dllm_plugin import (
     A2DConfig,
     DecodingOptions,
+    DiffusionError,
     bidirectional_forward,
     denoise,
     diffusion,
@@ -891,3 +893,33 @@ def test_a_made_up_model_type_is_mlx_lms_affair(
     path = checkpoint(model_type="made_up", a2d=None)
     with pytest.raises(ValueError, match="made_up not supported"):
         load(path)
+
+
+# --- a model loaded here meets the host
+
+
+def test_an_a2d_model_of_an_unknown_family_is_never_decoded_autoregressively(unknown: Callable[..., Path]) -> None:
+    path = unknown(a2d={"objective": "mdlm", "mask_token_id": 340})
+    with pytest.raises(DiffusionError, match="qwen3"):
+        mlx_lm.load(str(path))
+    model, tokenizer, _ = load(path)
+    assert model.diffusion_spec.mask_token_id == 340
+    (first, *_) = mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=3)
+    assert first.unmasking == "a2d"
+    with pytest.raises(DiffusionError, match="unequal length"):
+        mlx_dllm_plugin.decode(model, [[1, 2], [3]], DecodingOptions(max_tokens=2))
+    assert len(mlx_dllm_plugin.decode(model, [[1, 2], [3, 4]], DecodingOptions(max_tokens=2, stop_at_eos=False))) == 2
+
+
+def test_a_registered_adapter_reaches_mlx_lm(unknown: Callable[..., Path], no_adapters: None) -> None:
+    path = unknown(a2d={"objective": "mdlm", "mask_token_id": 340})
+    register(FamilyAdapter("qwen3"))
+    model, _ = mlx_lm.load(str(path))
+    ids = mx.array([[1, 2, 3]])
+    assert mx.array_equal(bidirectional_forward(model, ids), bidirectional_forward(load(path)[0], ids))
+
+
+def test_load_says_that_a_conversion_failed(goldens: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    partial = goldens / "a2d" / "gpt2-partial"
+    load(partial / "run", tokenizer=partial / "source_tokenizer")
+    assert "its manifest says the conversion is 'failed'" in capfd.readouterr().err

@@ -61,7 +61,8 @@ class Family:
         logits, attention, canvas, unmasking: see DiffusionSpec.
         mask_token: text of the mask token, looked up in the vocabulary when no file names the id.
         mask_token_id: its id when the vocabulary does not have the text either.
-        score_rank: ``(model) -> 4 or 5``, the rank of the attention scores and so of a key mask.
+        score_rank: ``(model) -> 4 or 5``, the rank of the attention scores and so of a key mask; None when nobody
+            knows it, and then rows of unequal length are not decoded together.
         prepare_config: ``(config) -> None``, in place, before the model is made; raises DiffusionError for settings
             that mlx-lm's model would silently ignore.
         sanitize: ``(weights) -> weights``, before the model's own sanitize.
@@ -81,7 +82,7 @@ class Family:
     unmasking: str = "low_confidence"
     mask_token: str | None = None
     mask_token_id: int | None = None
-    score_rank: Callable[[Any], int] = _four
+    score_rank: Callable[[Any], int] | None = _four
     prepare_config: Callable[[dict[str, Any]], None] = _nothing
     sanitize: Callable[[Weights], Weights] = _unchanged
     wrap_class: Callable[[type], type] | None = None
@@ -133,16 +134,22 @@ def get_adapter(model_type: str | None) -> FamilyAdapter | None:
 
 
 def family_of(model_type: str | None) -> Family | None:
-    """The a2d family of a model_type, its registered adapter applied; None when there is neither."""
+    """The family of a model_type, its registered adapter applied; None when there is neither."""
     from . import a2d
 
-    adapter = _ADAPTERS.get(model_type or "")
     sources = (FAMILIES.builtin, FAMILIES.others)
     known = next((f for source in sources for f in source() if model_type in f.model_types), None)
+    if known is None and model_type in _ADAPTERS:
+        known = a2d.whole(model_type)
+    return known and adapted(known)
+
+
+def adapted(family: Family) -> Family:
+    """The family with what a registered adapter changes."""
+    adapter = next((_ADAPTERS[name] for name in family.model_types if name in _ADAPTERS), None)
     if adapter is None or adapter.sanitize_wrapper is None:
-        return known or (a2d.whole(adapter.model_type) if adapter else None)
-    base = known or a2d.whole(adapter.model_type)
-    return dataclasses.replace(base, sanitize=_unchanged, wrap_class=adapter.sanitize_wrapper)
+        return family
+    return dataclasses.replace(family, sanitize=_unchanged, wrap_class=adapter.sanitize_wrapper)
 
 
 def _wrapper(family: Family) -> Callable[[type], type]:

@@ -70,8 +70,13 @@ def family(model_type: str, **own: Any) -> Family:
 
 
 def whole(model_type: str) -> Family:
-    """A family of any mlx-lm model, which computes the logits of the whole canvas."""
-    return family(model_type, hidden=lambda model, ids, cache: model(ids, cache=cache), head=lambda model, out: out)
+    """A family of any mlx-lm model: its own call gives the logits of the whole canvas."""
+    return family(
+        model_type,
+        hidden=lambda model, ids, cache: model(ids, cache=cache),
+        head=lambda model, logits: logits,
+        score_rank=None,
+    )
 
 
 def decoder(model: Any, ids: mx.array, cache: list[Any]) -> mx.array:
