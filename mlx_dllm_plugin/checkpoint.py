@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,49 @@ from .errors import CheckpointError
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model", "vocab.txt")
 
 
-@dataclass(frozen=True)
 class Checkpoint:
     """
+    A checkpoint's JSON files. Only config.json is read at once: what a host tolerates in the files beside it must not
+    keep an autoregressive model from loading.
+
     Args:
         path: the directory with config.json and weights.
         config: config.json, with the caller's overrides.
-        generation_config: generation_config.json, or {}.
-        tokenizer_config: tokenizer_config.json, or {}.
-        added_tokens: token text -> id of the tokens declared in the tokenizer's files.
-        run: the run directory it belongs to, if any.
-        manifest: the run's manifest.json, if any: provenance only.
+        known: any of the properties below that need not be read.
     """
 
-    path: Path
-    config: dict[str, Any]
-    generation_config: dict[str, Any] = field(default_factory=dict)
-    tokenizer_config: dict[str, Any] = field(default_factory=dict)
-    added_tokens: dict[str, int] = field(default_factory=dict)
-    run: Path | None = None
-    manifest: dict[str, Any] | None = None
+    def __init__(self, path: Path, config: dict[str, Any], **known: Any):
+        self.path = path
+        self.config = config
+        vars(self).update(known)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json, or {}."""
+        return read_json(self.path / "generation_config.json", required=False)
+
+    @cached_property
+    def tokenizer_config(self) -> dict[str, Any]:
+        """tokenizer_config.json, or {}."""
+        return read_json(self.path / "tokenizer_config.json", required=False)
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Token text -> id of the tokens declared in the tokenizer's files."""
+        return _added_tokens(self.path, self.tokenizer_config)
+
+    @cached_property
+    def run(self) -> Path | None:
+        """The run directory it belongs to, if any."""
+        return _run_of(self.path)
+
+    @cached_property
+    def manifest(self) -> dict[str, Any] | None:
+        """The run's manifest.json, if it is one: provenance only. Any file of that name may lie there."""
+        try:
+            return read_json(self.run / "manifest.json", required=False) or None if self.run else None
+        except CheckpointError:
+            return None
 
     @property
     def a2d(self) -> dict[str, Any] | None:
@@ -95,23 +118,19 @@ def open_checkpoint(path: Path, overrides: dict[str, Any] | None = None) -> Chec
     Raises:
         CheckpointError: no such directory, no config.json, broken JSON.
     """
-    if not path.exists():
+    if not _exists(path):
         raise CheckpointError(f"{path} does not exist; give the directory of a checkpoint or an a2d run.")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; give the directory of a checkpoint or an a2d run.")
     path = resolve_run_directory(path)
-    run = _run_of(path)
-    config = read_json(path / "config.json")
-    tokenizer_config = read_json(path / "tokenizer_config.json", required=False)
-    return Checkpoint(
-        path=path,
-        config={**config, **(overrides or {})},
-        generation_config=read_json(path / "generation_config.json", required=False),
-        tokenizer_config=tokenizer_config,
-        added_tokens=_added_tokens(path, tokenizer_config),
-        run=run,
-        manifest=read_json(run / "manifest.json", required=False) or None if run else None,
-    )
+    return Checkpoint(path, {**read_json(path / "config.json"), **(overrides or {})})
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a loop of links, a folder that may not be searched, a name that is too long
+        raise CheckpointError(f"{str(path)[:200]} cannot be looked at ({error.strerror}).") from None
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
@@ -122,7 +141,7 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy or download it again.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}.")
@@ -150,7 +169,12 @@ def check_weights(path: Path) -> None:
     if not files:
         raise CheckpointError(f"{path} has no weights: no model*.safetensors; give the directory of a checkpoint.")
     for file in files:
-        _check_safetensors(file)
+        try:
+            _check_safetensors(file)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read ({error.strerror}); copy or download it again.") from None
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -170,7 +194,7 @@ def _check_safetensors(file: Path) -> None:
             header = json.loads(stream.read(length))
             ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
             expected = 8 + length + max(ends, default=0)
-        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError):
+        except (ValueError, RecursionError, AttributeError, KeyError, IndexError, TypeError):
             raise CheckpointError(f"{file} is not a safetensors file: its header cannot be read; {again}.") from None
     if size != expected:
         raise CheckpointError(f"{file} is truncated or damaged: {size} bytes, {expected} expected; {again}.")

@@ -24,6 +24,7 @@ from .samplers import RULES, Rule, users
 from .spec import DiffusionSpec, check_mask_token_id
 
 TOP_LOGPROBS = 20
+LONGEST_CANVAS = 2**20  # when the checkpoint names no context
 
 
 class Logprobs:
@@ -209,7 +210,10 @@ def stream_decode(
     if options is None or isinstance(options, DecodingOptions):
         per_row = [options or DecodingOptions()] * len(prompt_rows)
     else:
-        per_row = list(options)
+        per_row = list(options) if isinstance(options, Sequence) else [options]
+        wrong = next((own for own in per_row if not isinstance(own, DecodingOptions)), None)
+        if wrong is not None or None in per_row:
+            raise DiffusionError(f"Options must be DecodingOptions, one or a list of them, got {wrong!r}.")
         if len(per_row) != len(prompt_rows):
             raise DiffusionError(
                 f"Options must be one for all rows or one per row: {len(per_row)} for {len(prompt_rows)} prompts."
@@ -318,7 +322,9 @@ def plan_slots(
         raise DiffusionError(f"suppress_tokens has id {outside}, outside the vocabulary of {spec.vocab_size}.")
     steps, empty = _steps(spec, rule, len(slots), options)
     eos = frozenset(options.eos_token_ids if options.eos_token_ids is not None else spec.eos_token_ids)
-    never = {*suppressed, *(() if mask in eos and not rule.drop_mask else (mask,))}
+    # A checkpoint whose mask is its end of sequence (a2d's mask token "reuse") may emit it; a caller's list counts not.
+    reused = mask in spec.eos_token_ids and not rule.drop_mask
+    never = {*suppressed, *(() if reused else (mask,))}
     if len(never) >= spec.vocab_size:
         raise DiffusionError("suppress_tokens leaves no token to emit.")
     return Plan(
@@ -401,6 +407,11 @@ def _canvas_length(spec: DiffusionSpec, prompt: int, options: DecodingOptions) -
                 f"The prompt has {prompt} tokens, which leaves no room in the checkpoint's canvas of {canvas}: "
                 "say how many tokens to write with max_tokens (--max-tokens)."
             )
+    if spec.context_length is None and canvas > LONGEST_CANVAS:
+        raise DiffusionError(
+            f"A canvas of {canvas} tokens ({named}) is too long: the checkpoint names no context, and at most "
+            f"{LONGEST_CANVAS} are decoded then."
+        )
     if spec.context_length is not None and canvas > spec.context_length:
         raise DiffusionError(
             f"A canvas of {canvas} tokens ({named}) exceeds the model's context of {spec.context_length}: "
@@ -634,11 +645,11 @@ def _step(
     canvas = mx.put_along_axis(canvas, place, mx.where(wanted, chosen, old), axis=1)
     masked = mx.put_along_axis(masked, place, still, axis=1)
     # Random confidences say nothing about the logits.
-    broken = mx.isnan(logits if rule.draws else confidence).any()
+    broken = (~mx.isfinite(logits) if rule.draws else mx.isnan(confidence)).any()
     mx.eval(canvas, masked, order, chosen, counts, broken)
     if np.array(broken):
         raise DiffusionError(
-            "The model computed logits that are not numbers (NaN): its weights are damaged, or overflow in their type."
+            "The model computed logits that are not finite numbers (NaN): its weights are damaged, or they overflow."
         )
     return canvas, masked, _read(batch, np.array(order), np.array(chosen), np.array(counts), logits)
 
@@ -650,7 +661,7 @@ def _read(batch: _Batch, order: np.ndarray, chosen: np.ndarray, counts: np.ndarr
         count = int(counts[i, 0])
         by_column = np.argsort(order[i, :count])
         columns, tokens = order[i, by_column], chosen[i, by_column]
-        if row.options.sampler is not None:
+        if row.samples:
             _check_sampled(row, tokens)
         at_commit = logits[i, mx.array(columns)]
         logprobs = at_commit - mx.logsumexp(at_commit, axis=-1, keepdims=True)
@@ -721,8 +732,9 @@ def _call_sampler(sampler: Any, logprobs: mx.array) -> mx.array:
 def _check_sampled(row: _Row, tokens: np.ndarray) -> None:
     for token in tokens.tolist():
         if token >= row.vocab_size or token in row.plan.never:
+            who = "The sampler" if row.options.sampler is not None else "Sampling"
             raise DiffusionError(
-                f"The sampler returned token id {token}, which must not be emitted: it must choose among the tokens "
+                f"{who} returned token id {token}, which must not be emitted: it must choose among the tokens "
                 f"below {row.vocab_size} whose log-probability is not minus infinity."
             )
 

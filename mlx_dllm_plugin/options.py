@@ -6,6 +6,7 @@ Each field's metadata holds what is known about it. A value of None means "the f
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from .errors import DiffusionError
 
 MODES = ("auto", "ar", "diffusion")
+MOST_STEPS = 100_000
 
 
 def _option(
@@ -51,6 +53,18 @@ def _share(value: float) -> bool:
 
 def _not_negative(value: float) -> bool:
     return value >= 0
+
+
+def _steps(value: int) -> bool:
+    return 1 <= value <= MOST_STEPS
+
+
+def _temperature(value: float) -> bool:
+    return value == 0 or 1e-4 <= value <= 1e4
+
+
+def _seed(value: int) -> bool:
+    return 0 <= value < 2**64
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,11 @@ class DecodingOptions:
         valid=_positive,
     )
     max_denoising_steps: int | None = _option(
-        "int", "denoising steps for the whole canvas", expected="a positive integer", valid=_positive, common=False
+        "int",
+        "denoising steps for the whole canvas",
+        expected=f"an integer from 1 to {MOST_STEPS}",
+        valid=_steps,
+        common=False,
     )
     block_length: int | None = _option(
         "int",
@@ -108,14 +126,18 @@ class DecodingOptions:
     )
     unmasking: str | None = _option("str", "rule that picks the positions to commit")
     temp: float | None = _option(
-        "float", "sampling temperature; 0 is greedy", expected="0 or more", valid=_not_negative, host=True
+        "float",
+        "sampling temperature; 0 is greedy",
+        expected="0 (greedy) or from 0.0001 to 10000",
+        valid=_temperature,
+        host=True,
     )
     top_p: float | None = _option("float", "sampling top-p", expected="within [0, 1]", valid=_share, host=True)
     top_k: int | None = _option(
         "int", "sampling top-k; 0 is off", expected="0 or a positive integer", valid=_not_negative, host=True
     )
     min_p: float | None = _option("float", "sampling min-p", expected="within [0, 1]", valid=_share, host=True)
-    seed: int | None = _option("int", "random seed", expected="0 or more", valid=_not_negative, host=True)
+    seed: int | None = _option("int", "random seed", expected="an integer from 0 to 2**64 - 1", valid=_seed, host=True)
     confidence_temperature: float | None = _option(
         "float",
         "temperature of the confidences that rank positions; it does not change which token a position gets",
@@ -211,12 +233,15 @@ def _check(options: Any) -> None:
 
 def _checked(option: Field[Any], value: Any) -> Any:
     kind, choices, valid = (option.metadata[key] for key in ("kind", "choices", "valid"))
+    given = value
     if kind == "object":
         good = callable(value)
     elif kind == "int":
-        good = isinstance(value, int) and not isinstance(value, bool)
+        good = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        value = int(value) if good else value
     elif kind == "float":
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        good = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        value = float(value) if good else value
     elif kind == "bool":
         good = isinstance(value, bool)
     elif kind == "ints":
@@ -226,9 +251,9 @@ def _checked(option: Field[Any], value: Any) -> Any:
         )
         value = tuple(sorted(value)) if good else value
     else:
-        good = isinstance(value, str) and (not choices or value in choices)
+        good = isinstance(value, str) and bool(value) and (not choices or value in choices)
     if not good or (valid is not None and kind in ("int", "float") and not valid(value)):
-        raise DiffusionError(_refusal(option, value))
+        raise DiffusionError(_refusal(option, value if kind == "ints" else given))
     return value
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from .checkpoint import Checkpoint, check_weights, has_tokenizer, is_run_directory, open_checkpoint, read_json
 from .checkpoint import resolve_run_directory as _resolve
 from .decode import bidirectional_forward
-from .errors import CheckpointError, note
+from .errors import CheckpointError, DiffusionError, note
 from .families import Family, a2d, family_of
 from .spec import DiffusionSpec, resolve
 
@@ -93,9 +93,19 @@ def load_with_spec(
         check_weights(path)
     default = inspect.signature(load_model).parameters["get_model_classes"].default
     classes = _classes(family, get_model_classes or default)
-    model, config = load_model(path, *args, get_model_classes=classes, **kwargs)
-    vars(model).pop("sanitize", None)
-    family.repair(model, config)
+    try:
+        model, config = load_model(path, *args, get_model_classes=classes, **kwargs)
+        vars(model).pop("sanitize", None)
+        family.repair(model, config)
+    except DiffusionError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{path} cannot be loaded as {family.name}: its weights or config.json do not fit the model "
+            f"({type(error).__name__}: {why})."
+        ) from error
+    config.setdefault("a2d", {"objective": "mdlm"})  # a converted copy must not pass for an autoregressive model
     model.diffusion_spec, model.diffusion_family = spec, family
     return model, config
 
@@ -126,12 +136,11 @@ def _a2d_of(checkpoint: Checkpoint) -> A2DConfig | None:
 
 
 def _parse_a2d(config: dict[str, Any]) -> A2DConfig | None:
-    """The ``a2d`` block of a config.json as a dict, or None; keys that are not known yet are left out."""
+    """The ``a2d`` block of a config.json as a dict, or None when it has none that names a mask; keys that are not known
+    yet are left out."""
     block = config.get("a2d")
-    if not block:
+    if not isinstance(block, dict) or block.get("mask_token_id") is None:
         return None
-    if not isinstance(block, dict) or "mask_token_id" not in block:
-        raise CheckpointError(f'config.json: "a2d" must be an object with a mask_token_id, got {block!r}.')
     return A2DConfig(
         objective=block.get("objective", "mdlm"),
         mask_token_id=block["mask_token_id"],

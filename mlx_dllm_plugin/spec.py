@@ -96,7 +96,7 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
     """
     config, where = checkpoint.config, checkpoint.path / "config.json"
     vocab_size = config.get("vocab_size")
-    if not isinstance(vocab_size, int) or vocab_size < 1:
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
         raise CheckpointError(f"{where}: vocab_size must be a positive integer, got {vocab_size!r}.")
     sources = {name: f"the family {family.name}" for name in ("logits", "attention", "canvas", "unmasking")}
     if checkpoint.a2d is not None:
@@ -172,8 +172,7 @@ def prepare(path: Path, overrides: dict[str, Any] | None, options: LoadOptions) 
 
 def _mask_token_id(checkpoint: Checkpoint, family: Family) -> tuple[Any, str]:
     block = checkpoint.a2d or {}
-    declared = checkpoint.tokenizer_config.get("mask_token")
-    declared = declared.get("content") if isinstance(declared, dict) else declared
+    declared = _token_text(checkpoint, "mask_token")
     candidates = (
         (block.get("mask_token_id"), "the a2d block"),
         (checkpoint.config.get("mask_token_id"), "config.json"),
@@ -188,9 +187,15 @@ def _mask_token_id(checkpoint: Checkpoint, family: Family) -> tuple[Any, str]:
     return None, "nothing says: give mask_token_id (--mask-token-id)"
 
 
-def _eos_token_ids(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str]:
-    declared = checkpoint.tokenizer_config.get("eos_token")
+def _token_text(checkpoint: Checkpoint, name: str) -> str | None:
+    """The text of a token that tokenizer_config.json declares, as a string or as an object with a ``content``."""
+    declared = checkpoint.tokenizer_config.get(name)
     declared = declared.get("content") if isinstance(declared, dict) else declared
+    return declared if isinstance(declared, str) else None
+
+
+def _eos_token_ids(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str]:
+    declared = _token_text(checkpoint, "eos_token")
     candidates = (
         (checkpoint.generation_config.get("eos_token_id"), "generation_config.json"),
         (checkpoint.config.get("eos_token_id"), "config.json"),

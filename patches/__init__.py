@@ -45,13 +45,15 @@ class Redirect:
     """Send calls of an upstream function or method to `replacement(original, *args, **kwargs)`.
 
     `symbol` is a name in the module ("generate", "Class.method"). `parameters` must appear in this order in the
-    signature upstream. `reason` says what is lost without this change, if that is not what `Patch.reason` says.
+    signature upstream, and the names `needs` in its module. `reason` says what is lost without this change, if that is
+    not what `Patch.reason` says.
     """
 
     symbol: str
     replacement: Callable[..., Any]
     parameters: tuple[str, ...] = ()
     reason: str = ""
+    needs: tuple[str, ...] = ()
 
     def prepare(self, module: ModuleType) -> _Swap:
         """Look everything up.
@@ -65,6 +67,8 @@ class Redirect:
             raise PatchError(f"{self.symbol} is not a plain function but {type(function).__name__}")
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise PatchError(f"{self.symbol} is asynchronous")
+        for name in self.needs:
+            _look_up(module, name)
         names = list(inspect.signature(function).parameters)
         rest = iter(names)
         for wanted in self.parameters:
@@ -299,6 +303,13 @@ def status() -> list[Record]:
         seen = {target for target, _ in _RECORDS}
         waiting = [Record(target, "", "pending", "not imported yet") for target in _TARGETS if target not in seen]
         return sorted([*_RECORDS.values(), *waiting], key=lambda record: (record.target, record.symbol))
+
+
+def is_applied(target: str, symbol: str) -> bool:
+    """Whether a change is in force, or will be when its module is imported."""
+    with _LOCK:
+        record = _RECORDS.get((target, symbol))
+        return _active and (record.state == "applied" if record else target not in sys.modules)
 
 
 def _disable(module: ModuleType, symbol: str, problem: str, lost: str, error: Exception | None = None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Command:
         decoding: those of `DecodingOptions`.
         given: names of the host's own options that were given.
         host: the namespace the host sees.
+        diffusion: diffusion was asked for, or a diffusion checkpoint is loaded: then every error is one sentence.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Command:
     decoding: dict[str, Any] = field(default_factory=dict)
     given: set[str] = field(default_factory=set)
     host: argparse.Namespace = field(default_factory=argparse.Namespace)
+    diffusion: bool = False
 
 
 _running: Command | None = None
@@ -72,10 +75,29 @@ def guarded(name: str, refuses: str = "") -> Callable[..., Any]:
 def _command(name: str, refuses: str) -> Iterator[None]:
     global _running
     before, _running = _running, Command(name, refuses)
+    command = _running
     try:
         yield
+        if command.diffusion:
+            sys.stdout.flush()
     except DiffusionError as error:
         print(f"{PREFIX} error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except BrokenPipeError:  # the reader has gone, as in `| head`
+        if not command.diffusion:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        if not command.diffusion:
+            raise
+        note("interrupted")
+        raise SystemExit(130) from None
+    except Exception as error:
+        if not command.diffusion or os.environ.get("MLX_DLLM_DEBUG") == "1":
+            raise
+        why = " ".join(str(error).split())[:300]
+        print(f"{PREFIX} error: {type(error).__name__}: {why} (MLX_DLLM_DEBUG=1 shows where)", file=sys.stderr)
         raise SystemExit(1) from None
     finally:
         _running = before
@@ -173,6 +195,7 @@ class _Parser(argparse.ArgumentParser):
             _running.load, _running.decoding, _ = split(values)
             _running.given, _running.host = given, namespace
             if _running.load.get("mode") == "diffusion":
+                _running.diffusion = True
                 if getattr(namespace, "model", "") is None:
                     namespace.model = str(demo_path())
                     note("no --model given: using the demo checkpoint that comes with the plugin")
@@ -233,10 +256,12 @@ def refuse_meaningless(values: dict[str, Any], spelled: Callable[[str], str] = s
             raise DiffusionError(f"{spelled(name)} does not work with diffusion ({why}): leave it out.")
 
 
-def check_host_options() -> None:
+def check_host_options(vocab_size: int | None = None) -> None:
     """Raises DiffusionError when the running command was given an autoregressive option, or a host's option with a
     value that the host itself would silently ignore (top-p 1.5) or misread (temperature -1)."""
     if _running is not None:
         host = vars(_running.host)
         refuse_meaningless(host, lambda name: "--" + name.replace("_", "-"))
-        merge({option.name: host.get(option.name) for option in table() if option.metadata["host"]})
+        options = merge({option.name: host.get(option.name) for option in table() if option.metadata["host"]})
+        if vocab_size is not None and (options.top_k or 0) >= vocab_size:
+            raise DiffusionError(f"top_k must be below the vocabulary of {vocab_size}, got {options.top_k}.")

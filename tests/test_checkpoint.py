@@ -32,6 +32,13 @@ def refused(call: Any, *args: Any) -> str:
     return text
 
 
+def read_all(path: Path) -> None:
+    """Open a checkpoint and read every file of it."""
+    found = open_checkpoint(path)
+    for name in ("generation_config", "tokenizer_config", "added_tokens", "run", "manifest"):
+        getattr(found, name)
+
+
 def checkpoint_dirs(run: Path, *numbers: int, config: Any = "{}") -> Path:
     for number in numbers:
         write_json(run / "checkpoints" / f"checkpoint-{number}" / "config.json", config)
@@ -104,7 +111,30 @@ def test_a_missing_path_and_a_file_are_refused(tmp_path: Path) -> None:
 def test_broken_json_is_named(name: str, text: str, tmp_path: Path) -> None:
     path = tiny_run(tmp_path) / "model"
     write_json(path / name, text)
-    assert refused(open_checkpoint, path).startswith(f"{path / name} cannot be read as JSON (")
+    assert refused(read_all, path).startswith(f"{path / name} cannot be read as JSON (")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"])
+def test_json_that_python_cannot_take_is_named(text: str, tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", text)
+    assert "cannot be read as JSON" in refused(open_checkpoint, tmp_path)
+
+
+def test_an_autoregressive_model_loads_whatever_lies_beside_it(tmp_path: Path) -> None:
+    """The host does not read these files, or reads them leniently: nor must we before a family claims the model."""
+    path = write_checkpoint(tmp_path / "model", "qwen2")
+    for name in ("generation_config.json", "added_tokens.json", "../manifest.json"):
+        write_json(path / name, "[")
+    model = load(path)
+    assert not hasattr(model, "diffusion_spec")
+
+
+def test_a_loop_of_links_is_named(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "nowhere")
+    for path in (tmp_path / "loop", tmp_path / ("x" * 300)):
+        assert refused(open_checkpoint, path)
+    assert "model.safetensors cannot be read" in refused(check_weights, tmp_path)
 
 
 def test_json_in_another_encoding_is_named(tmp_path: Path) -> None:
@@ -170,10 +200,11 @@ def test_the_checkpoint_of_a_running_conversion_is_named(
     assert open_checkpoint(Path(".")).run == tmp_path.resolve()
 
 
-def test_a_broken_manifest_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", "3"])
+def test_a_manifest_that_is_none_is_passed_over(text: str, tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    write_json(run / "manifest.json", "{")
-    assert refused(open_checkpoint, run).startswith(f"{run / 'manifest.json'} cannot be read as JSON (")
+    write_json(run / "manifest.json", text)
+    assert open_checkpoint(run).manifest is None
 
 
 def test_complete_weights_pass(tmp_path: Path) -> None:
@@ -311,7 +342,7 @@ def test_added_tokens_come_from_all_three_files(tmp_path: Path) -> None:
 def test_added_tokens_that_make_no_sense_are_named(name: str, value: Any, tmp_path: Path) -> None:
     path = tiny_run(tmp_path) / "model"
     write_json(path / name, value)
-    assert refused(open_checkpoint, path).startswith(str(path / name))
+    assert refused(read_all, path).startswith(str(path / name))
 
 
 def test_golden_runs_resolve(data: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlx_dllm_plugin.errors import DiffusionError
@@ -42,14 +43,15 @@ def test_max_tokens_is_positive_or_minus_one(value: Any) -> None:
 @pytest.mark.parametrize("name", POSITIVE)
 @pytest.mark.parametrize("value", [0, -1, -7, True, "8", 2.0])
 def test_lengths_and_steps_are_positive_integers(name: str, value: Any) -> None:
-    refused(f"{name} must be a positive integer, got {value!r}.", **{name: value})
+    expected = "an integer from 1 to 100000" if name == "max_denoising_steps" else "a positive integer"
+    refused(f"{name} must be {expected}, got {value!r}.", **{name: value})
     assert getattr(DecodingOptions(**{name: 1}), name) == 1
 
 
 @pytest.mark.parametrize("name", NOT_NEGATIVE_INT)
 @pytest.mark.parametrize("value", [-1, False, "0", 0.0])
 def test_counts_and_ids_are_integers_from_zero(name: str, value: Any) -> None:
-    expected = "0 or a positive integer" if name == "top_k" else "0 or more"
+    expected = {"top_k": "0 or a positive integer", "seed": "an integer from 0 to 2**64 - 1"}.get(name, "0 or more")
     refused(f"{name} must be {expected}, got {value!r}.", **{name: value})
     assert getattr(DecodingOptions(**{name: 0}), name) == 0
 
@@ -57,9 +59,25 @@ def test_counts_and_ids_are_integers_from_zero(name: str, value: Any) -> None:
 @pytest.mark.parametrize("name", NOT_NEGATIVE_FLOAT)
 @pytest.mark.parametrize("value", [-0.1, -1, float("nan"), float("inf"), True, "1", [1]])
 def test_temperatures_are_finite_and_not_negative(name: str, value: Any) -> None:
-    refused(f"{name} must be 0 or more, got {value!r}.", **{name: value})
+    expected = "0 (greedy) or from 0.0001 to 10000" if name == "temp" else "0 or more"
+    refused(f"{name} must be {expected}, got {value!r}.", **{name: value})
     assert getattr(DecodingOptions(**{name: 0}), name) == 0
     assert getattr(DecodingOptions(**{name: 1.5}), name) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temp", 1e-50), ("temp", 1e39), ("seed", 2**64), ("max_denoising_steps", 10**9)]
+)
+def test_numbers_that_no_computation_survives_are_refused(name: str, value: Any) -> None:
+    """A temperature that float32 makes 0 or infinite gives NaN, and then token 0, whatever it is."""
+    with pytest.raises(DiffusionError, match=f"^{name} must be "):
+        DecodingOptions(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    options = DecodingOptions(max_tokens=np.int64(3), temp=np.float32(0.5), seed=np.uint8(7))
+    assert (options.max_tokens, options.temp, options.seed) == (3, 0.5, 7)
+    assert [type(v) for v in (options.max_tokens, options.temp)] == [int, float]
 
 
 @pytest.mark.parametrize("name", SHARES)
@@ -101,7 +119,7 @@ def test_texts_choices_and_callables() -> None:
 def test_a_variant_is_checked_too() -> None:
     options = DecodingOptions(temp=0.5)
     assert replace(options, seed=3) == DecodingOptions(temp=0.5, seed=3)
-    with pytest.raises(DiffusionError, match=r"^temp must be 0 or more, got -1\.$"):
+    with pytest.raises(DiffusionError, match=r"^temp must be 0 .*, got -1\.$"):
         replace(options, temp=-1)
 
 
@@ -135,11 +153,11 @@ def test_text_of_a_command_line_is_read(name: str, text: str, value: Any) -> Non
     [
         ("max_tokens", "0", "a positive integer, or -1 for as many as the context holds, got 0"),
         ("max_tokens", "ten", "a positive integer, or -1 for as many as the context holds, got 'ten'"),
-        ("max_denoising_steps", "1e3", "a positive integer, got '1e3'"),
+        ("max_denoising_steps", "1e3", "an integer from 1 to 100000, got '1e3'"),
         ("block_length", "", "a positive integer, got ''"),
-        ("seed", "-3", "0 or more, got -3"),
-        ("temp", "hot", "0 or more, got 'hot'"),
-        ("temp", "nan", "0 or more, got nan"),
+        ("seed", "-3", "an integer from 0 to 2**64 - 1, got -3"),
+        ("temp", "hot", "0 (greedy) or from 0.0001 to 10000, got 'hot'"),
+        ("temp", "nan", "0 (greedy) or from 0.0001 to 10000, got nan"),
         ("top_p", "1.5", "within [0, 1], got 1.5"),
         ("stop_at_eos", "maybe", "true or false, got 'maybe'"),
         ("suppress_tokens", "3;4", "token ids, 0 or more, got '3;4'"),

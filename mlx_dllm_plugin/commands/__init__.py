@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     info.add(subparsers)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except DiffusionError as error:
         print(f"{PREFIX} error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader has gone, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

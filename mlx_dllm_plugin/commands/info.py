@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         family.prepare_config(copy.deepcopy(checkpoint.config))
     except DiffusionError as error:
         problems.append(str(error))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        problems.append(f"config.json has values that cannot be used ({type(error).__name__}: {error}).")
     try:
         check_mask_token_id(spec.mask_token_id, spec.vocab_size, spec.sources["mask_token_id"])
     except DiffusionError as error:

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, DiffusionError
+from ..options import MOST_STEPS
 from . import Family, Weights
 
 MASK_TOKEN = "<|mdlm_mask|>"
@@ -50,6 +51,10 @@ def defaults(checkpoint: Checkpoint) -> dict[str, tuple[Any, str]]:
         value = values[name][0]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CheckpointError(f"{where}: a2d.sampler.{key} must be a positive integer, got {value!r}.")
+    if values["max_denoising_steps"][0] > MOST_STEPS:
+        raise CheckpointError(
+            f"{where}: a2d.sampler.num_steps must be at most {MOST_STEPS}, got {sampler['num_steps']}."
+        )
     temperature = values["confidence_temperature"][0]
     if not isinstance(temperature, (int, float)) or isinstance(temperature, bool) or not 0 <= temperature < 1e6:
         raise CheckpointError(f"{where}: a2d.sampler.temperature must be 0 or more, got {temperature!r}.")

@@ -26,6 +26,8 @@ def sanitize(weights: Weights) -> Weights:
     """Strip the prefix, drop the stored causal masks and the copy of the tied head."""
     plain = {name.removeprefix("transformer."): value for name, value in weights.items()}
     plain = {name: value for name, value in plain.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+    if len(plain) < sum(not name.endswith((".attn.bias", ".attn.masked_bias")) for name in weights):
+        raise DiffusionError("gpt2 has weights twice, with and without the prefix 'transformer.': keep one of them.")
     return a2d.drop_tied_head(plain, "wte.weight")
 
 

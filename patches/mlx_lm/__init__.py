@@ -2,6 +2,7 @@
 
 MODULES = (
     "utils",
+    "sample_utils",
     "generate",
     "chat",
     "server",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import Patch, Redirect, Replace, cli
+from .sample_utils import is_greedy
 
 # Options that steer the autoregressive loop and say nothing about the output of another one.
 _IGNORED = {"prefill_step_size", "kv_group_size", "quantized_kv_start", "num_draft_tokens"}
@@ -33,15 +35,29 @@ def _module() -> Any:
 
 
 @functools.cache
-def _response_class() -> type:
+def _response_class(base: type) -> type:
     """GenerationResponse with the rule and the number of forwards so far, since one forward commits several tokens."""
 
     @dataclass
-    class DiffusionResponse(_module().GenerationResponse):  # type: ignore[misc]
+    class DiffusionResponse(base):  # type: ignore[misc, valid-type]
         forwards: int = 0
         unmasking: str = ""
 
+    DiffusionResponse.__qualname__ = "DiffusionResponse"
+    globals()["DiffusionResponse"] = DiffusionResponse  # where pickle looks for it
     return DiffusionResponse
+
+
+def _respond(**values: Any) -> Any:
+    """A response of the host's class: values it has no field for are left out, fields we know nothing of are None."""
+    kind = _response_class(_module().GenerationResponse)
+    known = {field.name for field in dataclasses.fields(kind)}
+    required = {
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    return kind(**{**dict.fromkeys(required), **{name: value for name, value in values.items() if name in known}})
 
 
 def _only_ours(*more: str) -> set[str]:
@@ -72,12 +88,13 @@ def _refuse_on_autoregressive(model: Any, extra: dict[str, Any]) -> None:
 def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request | None:
     """What the call asks for; None when the model is autoregressive. Raises DiffusionError."""
     from ...errors import DiffusionError
-    from ...options import merge, split
+    from ...options import LoadOptions, merge, split
 
     call = inspect.signature(original).bind(*args, **kwargs)
     given = dict(call.arguments)
     extra = given.pop("kwargs", {})
     load, decoding, rest = split(extra)
+    LoadOptions(**load)
     command = cli.running()
     mode = load.get("mode") or cli.load_options().mode
     model, spec = given["model"], getattr(given["model"], "diffusion_spec", None)
@@ -89,6 +106,11 @@ def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
             f"This is a bidirectional diffusion model of the family {spec.family}, which writes nonsense when decoded "
             "autoregressively: leave out mode 'ar'."
         )
+    if load.get("family") not in (None, spec.family):
+        raise DiffusionError(
+            f"family {load['family']!r} was asked for, but the model was loaded as {spec.family!r}: a family is chosen "
+            "when a checkpoint is loaded."
+        )
     cli.refuse_meaningless({**rest, "draft_model": given.get("draft_model")})
     if rest.get("logits_processors"):
         raise DiffusionError(
@@ -97,7 +119,7 @@ def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
     unknown = sorted(set(rest) - _IGNORED - set(cli.NO_MEANING) - {"logits_processors", "prompt_progress_callback"})
     if unknown:
         raise TypeError(f"stream_generate() got an unexpected keyword argument {unknown[0]!r}")
-    if decoding.get("sampler") is _module().greedy_sampler:
+    if is_greedy(decoding.get("sampler")):
         del decoding["sampler"]
     from_parser = command is not None and "max_tokens" not in command.given
     if "max_tokens" in given and not from_parser:
@@ -154,7 +176,7 @@ def _denoise(request: _Request) -> Iterator[Any]:
                     detokenizer.add_token(token)
                 if reason:
                     detokenizer.finalize()
-                yield _response_class()(
+                yield _respond(
                     text=detokenizer.last_segment,
                     token=token,
                     logprobs=logprobs.vector(spec.vocab_size),
@@ -183,6 +205,8 @@ def generate(original: Any, /, *args: Any, **kwargs: Any) -> str:
         _refuse_on_autoregressive(given["model"], given.get("kwargs", {}))  # before the host prints anything
         return original(*args, **kwargs)
     verbose = given.get("verbose", False)
+    from ...errors import note
+
     text, response, first, interrupted = "", None, 0.0, False
     start = time.perf_counter()
     responses = _module().stream_generate(
@@ -204,14 +228,14 @@ def generate(original: Any, /, *args: Any, **kwargs: Any) -> str:
     if verbose:
         print()
         print("=" * 10)
-        if response is None or (not text and not interrupted):
+        if not text and not interrupted:
             print("No text generated for this prompt")
         if response is not None:
             _print_statistics(response, first)
     if interrupted:
         if not verbose:
             print(text)
-        print("[mlx-dllm-plugin] interrupted", file=sys.stderr)
+        note("interrupted")
         raise SystemExit(130)
     return text
 
@@ -262,8 +286,14 @@ PATCH = Patch(
             "stream_generate",
             stream_generate,
             parameters=("model", "tokenizer", "prompt", "max_tokens", "draft_model", "kwargs"),
+            needs=("GenerationResponse", "TokenizerWrapper", "generation_stream", "wired_limit"),
         ),
-        Redirect("generate", generate, parameters=("model", "tokenizer", "prompt", "verbose", "kwargs")),
+        Redirect(
+            "generate",
+            generate,
+            needs=("stream_generate",),
+            parameters=("model", "tokenizer", "prompt", "verbose", "kwargs"),
+        ),
         Redirect("generate_step", generate_step, parameters=("model",)),
         Redirect("speculative_generate_step", speculative_generate_step, parameters=("model", "draft_model")),
         Redirect("batch_generate", batch_generate, parameters=("model",)),

@@ -6,12 +6,11 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from .. import Patch, Redirect, cli
+from .. import Patch, Redirect, cli, is_applied
 
 
 def download(original: Any, /, path_or_hf_repo: Any, *args: Any, **kwargs: Any) -> Path:
     """`_download`, which also resolves a run directory to what is loaded from it."""
-    from ...checkpoint import resolve_run_directory
     from ...errors import CheckpointError
     from ...runtime import complete_run
 
@@ -30,21 +29,45 @@ def download(original: Any, /, path_or_hf_repo: Any, *args: Any, **kwargs: Any) 
             f"{name} is neither a directory nor a checkpoint that can be had from the hub ({why})."
         ) from error
     if is_local:
-        return resolve_run_directory(path)
+        return _usable(path)
     given = inspect.signature(original).bind(path_or_hf_repo, *args, **kwargs).arguments
     more = {name: value for name, value in given.items() if name != "allow_patterns"}
     everything = given.get("allow_patterns") is None
     return complete_run(path, lambda patterns: original(**more, allow_patterns=patterns), weights=everything)
 
 
+def _usable(path: Path) -> Path:
+    """What is loaded from a directory. Raises CheckpointError for a run directory whose model was not saved whole."""
+    from ...checkpoint import resolve_run_directory
+    from ...errors import CheckpointError
+
+    resolved = resolve_run_directory(path)
+    if resolved != path and not (resolved / "config.json").is_file():
+        raise CheckpointError(
+            f"{resolved} is what is loaded from the run directory {path}, but it was not saved whole (no config.json): "
+            "give a checkpoint's own directory instead."
+        )
+    return resolved
+
+
+def _require(target: str, symbol: str) -> None:
+    """Raises DiffusionError when a change is off without which a diffusion checkpoint would decode autoregressively."""
+    from ...errors import DiffusionError
+
+    if not is_applied(target, symbol):
+        raise DiffusionError(
+            f"This mlx-lm has another {target}.{symbol} than the plugin knows and would decode the diffusion "
+            "checkpoint autoregressively: install a supported mlx-lm, or use mlx_dllm_plugin.load and its decode."
+        )
+
+
 def _could_be_repo(name: str) -> bool:
     parts = name.split("/")
-    return len(parts) <= 2 and all(part and not part.startswith(".") for part in parts)
+    return len(parts) <= 2 and all(part and not part.startswith((".", "~")) for part in parts)
 
 
 def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     """`load_model`, which reads the spec first and hangs it on the loaded model."""
-    from ...checkpoint import is_run_directory, resolve_run_directory
     from ...runtime import load_with_spec
     from ...spec import prepare
 
@@ -52,15 +75,17 @@ def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     call.apply_defaults()
     given = dict(call.arguments)
     path = Path(given.pop("model_path"))
-    if is_run_directory(path):
-        path = resolve_run_directory(path)
+    path = _usable(path)
     found = prepare(path, given["model_config"], cli.load_options())
     if found is None:
         return original(path, **given)
     command = cli.running()
-    if command is not None and command.refuses:
-        raise cli.refuse(command.refuses)
-    cli.check_host_options()
+    if command is not None:
+        command.diffusion = True
+        if command.refuses:
+            raise cli.refuse(command.refuses)
+    _require("mlx_lm.generate", "stream_generate")
+    cli.check_host_options(vocab_size=found[1].vocab_size)
     return load_with_spec(original, path, *found, **given)
 
 
@@ -73,6 +98,9 @@ def load_tokenizer(
     from ...spec import detect
 
     extra = dict(tokenizer_config_extra or {})
+    if not is_applied("mlx_lm.utils", "load_model") and (Path(model_path) / "config.json").is_file():
+        if detect(open_checkpoint(Path(model_path))) is not None:
+            _require("mlx_lm.utils", "load_model")
     source = extra.pop("tokenizer", None) or cli.load_options().tokenizer
     path = Path(model_path)
     if source is not None:
