@@ -8,7 +8,6 @@ bidirectional, without touching the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
@@ -31,10 +30,6 @@ class AttentionPolicy:
 
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         raise TypeError(f"{type(self).__name__} must define make_mask.")
-
-    @property
-    def state(self) -> list[Any]:
-        return []
 
 
 class FullCanvas(AttentionPolicy):

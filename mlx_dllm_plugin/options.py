@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from .errors import DiffusionError
@@ -269,6 +269,3 @@ def _refusal(option: Field[Any], value: Any) -> str:
     choices = option.metadata["choices"]
     expected = option.metadata["expected"] or (f"one of {', '.join(choices)}" if choices else "")
     return f"{option.name} must be {expected or words[option.metadata['kind']]}, got {value!r}."
-
-
-__all__ = ["MODES", "DecodingOptions", "LoadOptions", "merge", "parse", "replace", "split", "table"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -115,6 +116,18 @@ def refuse_if_diffusion(model: Any, what: str) -> None:
     """Raises DiffusionError when the model has a diffusion spec."""
     if getattr(model, "diffusion_spec", None) is not None:
         raise refuse(what)
+
+
+def refusing(what: str) -> Callable[..., Any]:
+    """A replacement of a function of a `model` (and perhaps a `draft_model`) that cannot take diffusion models."""
+
+    def replacement(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+        for name in ("model", "draft_model"):
+            refuse_if_diffusion(given.get(name), what)
+        return original(*args, **kwargs)
+
+    return replacement
 
 
 def refuse_checkpoint(path: Path, what: str) -> None:

@@ -251,25 +251,6 @@ def _print_statistics(response: Any, first: float) -> None:
     print(f"Peak memory: {response.peak_memory:.3f} GB")
 
 
-def generate_step(original: Any, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    call = inspect.signature(original).bind(*args, **kwargs)
-    cli.refuse_if_diffusion(call.arguments["model"], "mlx_lm.generate.generate_step")
-    yield from original(*args, **kwargs)
-
-
-def speculative_generate_step(original: Any, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    call = inspect.signature(original).bind(*args, **kwargs)
-    for model in (call.arguments["model"], call.arguments["draft_model"]):
-        cli.refuse_if_diffusion(model, "Speculative decoding")
-    yield from original(*args, **kwargs)
-
-
-def batch_generate(original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    call = inspect.signature(original).bind(*args, **kwargs)
-    cli.refuse_if_diffusion(call.arguments["model"], "mlx_lm.batch_generate")
-    return original(*args, **kwargs)
-
-
 def batch_generator(original: Any, /, *args: Any, **kwargs: Any) -> None:
     call = inspect.signature(original).bind(*args, **kwargs)
     # Its __del__ calls close(), which reads this; a refused constructor must not print an ignored exception.
@@ -294,9 +275,13 @@ PATCH = Patch(
             needs=("stream_generate",),
             parameters=("model", "tokenizer", "prompt", "verbose", "kwargs"),
         ),
-        Redirect("generate_step", generate_step, parameters=("model",)),
-        Redirect("speculative_generate_step", speculative_generate_step, parameters=("model", "draft_model")),
-        Redirect("batch_generate", batch_generate, parameters=("model",)),
+        Redirect("generate_step", cli.refusing("mlx_lm.generate.generate_step"), parameters=("model",)),
+        Redirect(
+            "speculative_generate_step",
+            cli.refusing("Speculative decoding"),
+            parameters=("model", "draft_model"),
+        ),
+        Redirect("batch_generate", cli.refusing("mlx_lm.batch_generate"), parameters=("model",)),
         Redirect("BatchGenerator.__init__", batch_generator, parameters=("self", "model")),
         Redirect("main", cli.guarded("mlx_lm.generate"), reason="errors end in a traceback"),
         Replace("argparse", cli.with_options, reason="mlx_lm.generate does not offer the diffusion options"),
