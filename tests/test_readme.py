@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -31,6 +32,16 @@ def test_the_options_are_those_of_the_table() -> None:
         if not o.metadata["host"]
     ]
     assert between("options") == "| option | meaning | only for the rules |\n|---|---|---|\n" + "".join(rows)
+
+
+def test_what_is_said_of_the_demo_is_what_was_measured() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "demo_quality.json").read_text())
+    one, threshold = (result["rules"][rule] for rule in ("one token a step", "threshold 0.9"))
+    assert between("demo") == (
+        f"It has 2.5 million parameters and makes mistakes: of {result['count']} problems it had not seen it answers\n"
+        f"{one['exact']} exactly with one token a step, as here, and {threshold['exact']} with\n"
+        f"`--unmasking threshold`, which commits {threshold['tokens_per_forward']:.1f} tokens per forward.\n"
+    )
 
 
 def test_the_rules_are_the_registered_ones() -> None:
