@@ -231,7 +231,13 @@ def bidirectional_forward(model: Any, input_ids: mx.array, *, stream: Any = None
 
     Returns:
         mx.array: logits [B, T, V], in the model's type; not shifted. The model itself stays causal.
+
+    Raises:
+        DiffusionError: ids of another shape.
     """
+    if not isinstance(input_ids, mx.array) or input_ids.ndim != 2:
+        got = f"shape {input_ids.shape}" if isinstance(input_ids, mx.array) else type(input_ids).__name__
+        raise DiffusionError(f"input_ids must be an array [batch, length], such as mx.array([ids]), got {got}.")
     family = family_on(model)
     with mx.stream(stream) if stream is not None else contextlib.nullcontext():
         return family.head(model, family.hidden(model, input_ids, [FullCanvas()] * len(model.layers)))
@@ -375,8 +381,8 @@ def _refuse_unused(rule: Rule, options: DecodingOptions) -> None:
         if option.metadata["common"] or getattr(options, name) is None or name in rule.uses:
             continue
         raise DiffusionError(
-            f"The unmasking rule {rule.name!r} does not use {name}; leave it out, or choose one that does: "
-            f"{', '.join(users(name))}."
+            f"The unmasking rule {rule.name!r} does not use {name}; leave it out, or choose a rule that does with "
+            f"unmasking (--unmasking {'|'.join(users(name))})."
         )
 
 

@@ -839,7 +839,8 @@ def test_an_option_the_rule_does_not_use_is_refused(model: Any, rule: str, optio
     users = ", ".join(name for name in RULES.names() if option in RULES.get(name).uses)
     assert {"low_confidence", "random"} <= set(users.split(", ")) or users == "a2d"
     assert refused(model, unmasking=rule, **{option: 2}) == (
-        f"The unmasking rule {rule!r} does not use {option}; leave it out, or choose one that does: {users}."
+        f"The unmasking rule {rule!r} does not use {option}; leave it out, or choose a rule that does with "
+        f"unmasking (--unmasking {users.replace(', ', '|')})."
     )
 
 

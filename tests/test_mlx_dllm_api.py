@@ -38,7 +38,7 @@ from mlx_dllm_plugin import (
 from mlx_dllm_plugin.families import FAMILIES, FamilyAdapter, get_adapter, register
 from mlx_dllm_plugin.families import a2d as conversions
 from tests.models import config_of, stock_model, write_json
-from tests.tools import process
+from tests.tools import copy_run, process
 
 NAMES = ("load", "bidirectional_forward", "denoise", "generate", "A2DConfig")
 RUNS = {"gpt2": "gpt2-grow", "qwen2": "qwen2-reuse"}
@@ -243,9 +243,22 @@ def test_parse_a2d_reads_the_block_of_a_config() -> None:
     assert parse({"model_type": "gpt2", "a2d": block}) == A2DConfig("mdlm", 7, 0.5, SAMPLER)
 
 
-def test_a_block_without_a_mask_is_refused() -> None:
-    with pytest.raises(ValueError, match="mask_token_id"):
-        runtime._parse_a2d({"a2d": {"objective": "mdlm"}})
+def test_a_block_without_a_mask_says_no_more_than_none() -> None:
+    """A converted copy of a raw checkpoint has one: it is diffusion, and the mask must be given."""
+    assert runtime._parse_a2d({"a2d": {"objective": "mdlm"}}) is None
+
+
+def test_a_converted_raw_checkpoint_stays_diffusion(goldens: Path, tmp_path: Path) -> None:
+    run = copy_run(goldens / "a2d" / "gpt2-partial" / "run", tmp_path / "run")
+    for file in (goldens / "a2d" / "gpt2-partial" / "source_tokenizer").iterdir():
+        shutil.copyfile(file, run / "checkpoints" / "checkpoint-500" / file.name)
+    mlx_lm.convert(str(run), str(tmp_path / "copy"))
+    model, _ = mlx_lm.load(str(tmp_path / "copy"))
+    original, _ = mlx_lm.load(str(run))
+    options = DecodingOptions(max_tokens=6, mask_token_id=320)
+    assert mlx_dllm_plugin.decode(model, [1, 2], options).canvas == (
+        mlx_dllm_plugin.decode(original, [1, 2], options).canvas
+    )
 
 
 def test_parse_manifest_reads_a_file_or_nothing(tmp_path: Path) -> None:
@@ -923,3 +936,9 @@ def test_load_says_that_a_conversion_failed(goldens: Path, capfd: pytest.Capture
     partial = goldens / "a2d" / "gpt2-partial"
     load(partial / "run", tokenizer=partial / "source_tokenizer")
     assert "its manifest says the conversion is 'failed'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [[1, 2]], mx.array([1, 2]), mx.array([[[1]]])])
+def test_a_forward_of_ids_of_another_shape_is_refused(gpt2: Loaded, ids: Any) -> None:
+    with pytest.raises(DiffusionError, match=r"\[batch, length\], such as mx.array\(\[ids\]\)"):
+        bidirectional_forward(gpt2[0], ids)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     except DiffusionError as error:
         problems.append(str(error))
     if spec.mask_token_id is None:
-        problems.append("The mask token is unknown: give its id with --mask-token-id.")
+        problems.append("The mask token is unknown: give mlx_lm.generate its id with --mask-token-id.")
     if args.json:
         values = {**dataclasses.asdict(spec), "defaults": dict(spec.defaults), "sources": dict(spec.sources)}
         print(json.dumps({"path": str(checkpoint.path), "spec": values, "problems": problems}, indent=2))
@@ -77,7 +77,7 @@ def _problems(checkpoint: Checkpoint) -> list[str]:
     except DiffusionError as error:
         problems.append(str(error))
     if not has_tokenizer(checkpoint.path):
-        problems.append("No tokenizer files: give the directory of the source model's tokenizer with --tokenizer.")
+        problems.append("No tokenizer files: give mlx_lm.generate the source model's directory with --tokenizer.")
     return problems
 
 
