@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint, resolve_run_directory
 from .errors import CheckpointError, DiffusionError, note
 
 if TYPE_CHECKING:
@@ -84,6 +84,12 @@ def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
             f"{', '.join(FAMILIES.names())}."
         )
     return None
+
+
+def detect_at(path: Path, family: str | None = None) -> Family | None:
+    """:func:`detect` for a local checkpoint or run directory; None also where no config.json is."""
+    path = resolve_run_directory(path)
+    return detect(open_checkpoint(path), family) if (path / "config.json").is_file() else None
 
 
 def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:

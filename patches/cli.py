@@ -132,20 +132,23 @@ def refusing(what: str) -> Callable[..., Any]:
 
 def refuse_checkpoint(path: Path, what: str) -> None:
     """Raises DiffusionError when a local directory holds a diffusion checkpoint. Nothing is loaded."""
-    from ..checkpoint import open_checkpoint, resolve_run_directory
-    from ..spec import detect
+    from ..spec import detect_at
 
-    path = resolve_run_directory(path)
-    if (path / "config.json").is_file() and detect(open_checkpoint(path)) is not None:
+    if detect_at(path) is not None:
         raise refuse(what)
+
+
+def with_parser(old: ModuleType, parser: type[argparse.ArgumentParser]) -> ModuleType:
+    """A copy of the argparse module with another parser."""
+    new = ModuleType(old.__name__, old.__doc__)
+    vars(new).update(vars(old))
+    new.ArgumentParser = parser  # type: ignore[attr-defined]
+    return new
 
 
 def with_options(old: ModuleType) -> ModuleType:
     """A copy of the argparse module whose parsers offer the option table."""
-    new = ModuleType(old.__name__, old.__doc__)
-    vars(new).update(vars(old))
-    new.ArgumentParser = _Parser  # type: ignore[attr-defined]
-    return new
+    return with_parser(old, _Parser)
 
 
 class _Unset:

@@ -9,13 +9,13 @@ import mlx.core as mx
 
 from ..errors import DiffusionError
 from . import a2d
-from .gemma import sanitize
+from .gemma import TANH, sanitize
 
 
 def prepare_config(config: dict[str, Any]) -> None:
     a2d.lift_rope(config)
     a2d.unscaled_rope(config)
-    a2d.only(config, "hidden_activation", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+    a2d.only(config, "hidden_activation", *TANH)
     a2d.only(config, "tie_word_embeddings", True)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in config and config[key] is None:

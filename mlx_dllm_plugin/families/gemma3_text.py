@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..errors import DiffusionError
 from . import a2d
+from .gemma import TANH
 
 
 def prepare_config(config: dict[str, Any]) -> None:
@@ -35,7 +36,7 @@ def prepare_config(config: dict[str, Any]) -> None:
                 "gemma3_text with irregular layer_types cannot be decoded: mlx-lm has a fixed pattern."
             )
         config["sliding_window_pattern"] = pattern
-    a2d.only(config, "hidden_activation", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+    a2d.only(config, "hidden_activation", *TANH)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(key) is not None:
             raise DiffusionError(f"gemma3_text with {key} = {config[key]} cannot be decoded: mlx-lm's model has none.")

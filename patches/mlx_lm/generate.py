@@ -7,10 +7,11 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...errors import DiffusionError, note
 from .. import Patch, Redirect, Replace, cli
 from .sample_utils import is_greedy
 
@@ -35,8 +36,9 @@ def _module() -> Any:
 
 
 @functools.cache
-def _response_class(base: type) -> type:
-    """GenerationResponse with the rule and the number of forwards so far, since one forward commits several tokens."""
+def _responder(base: type) -> Callable[..., Any]:
+    """Makes GenerationResponses with the rule and the number of forwards so far, since one forward commits several
+    tokens. Values the host's class has no field for are left out, fields we know nothing of are None."""
 
     @dataclass
     class DiffusionResponse(base):  # type: ignore[misc, valid-type]
@@ -45,19 +47,14 @@ def _response_class(base: type) -> type:
 
     DiffusionResponse.__qualname__ = "DiffusionResponse"
     globals()["DiffusionResponse"] = DiffusionResponse  # where pickle looks for it
-    return DiffusionResponse
+    fields = dataclasses.fields(DiffusionResponse)
+    known = {field.name for field in fields}
+    blank = {f.name: None for f in fields if f.default is f.default_factory is dataclasses.MISSING}
 
+    def respond(**values: Any) -> Any:
+        return DiffusionResponse(**{**blank, **{name: value for name, value in values.items() if name in known}})
 
-def _respond(**values: Any) -> Any:
-    """A response of the host's class: values it has no field for are left out, fields we know nothing of are None."""
-    kind = _response_class(_module().GenerationResponse)
-    known = {field.name for field in dataclasses.fields(kind)}
-    required = {
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    return kind(**{**dict.fromkeys(required), **{name: value for name, value in values.items() if name in known}})
+    return respond
 
 
 def _only_ours(*more: str) -> set[str]:
@@ -69,7 +66,6 @@ def _only_ours(*more: str) -> set[str]:
 
 def _refuse_on_autoregressive(model: Any, extra: dict[str, Any]) -> None:
     """Raises DiffusionError when diffusion, or an option of it, was asked for with a model that has no spec."""
-    from ...errors import DiffusionError
     from ...options import split
 
     load, decoding, _ = split(extra)
@@ -87,7 +83,6 @@ def _refuse_on_autoregressive(model: Any, extra: dict[str, Any]) -> None:
 
 def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request | None:
     """What the call asks for; None when the model is autoregressive. Raises DiffusionError."""
-    from ...errors import DiffusionError
     from ...options import LoadOptions, merge, split
 
     call = inspect.signature(original).bind(*args, **kwargs)
@@ -151,10 +146,10 @@ def _denoise(request: _Request) -> Iterator[Any]:
     import mlx.core as mx
 
     from ...decode import Released, stream_decode
-    from ...errors import DiffusionError
 
     host, spec = _module(), request.model.diffusion_spec
     unmasking = request.options.unmasking or spec.unmasking
+    respond = _responder(host.GenerationResponse)
     events = stream_decode(request.model, request.prompt, request.options, stream=request.stream)
     prompt_tokens = len(request.prompt)
     detokenizer = request.tokenizer.detokenizer
@@ -176,7 +171,7 @@ def _denoise(request: _Request) -> Iterator[Any]:
                     detokenizer.add_token(token)
                 if reason:
                     detokenizer.finalize()
-                yield _respond(
+                yield respond(
                     text=detokenizer.last_segment,
                     token=token,
                     logprobs=logprobs.vector(spec.vocab_size),
@@ -205,8 +200,6 @@ def generate(original: Any, /, *args: Any, **kwargs: Any) -> str:
         _refuse_on_autoregressive(given["model"], given.get("kwargs", {}))  # before the host prints anything
         return original(*args, **kwargs)
     verbose = given.get("verbose", False)
-    from ...errors import note
-
     text, response, first, interrupted = "", None, 0.0, False
     start = time.perf_counter()
     responses = _module().stream_generate(

@@ -23,8 +23,6 @@ def load(original: Any, /, self: Any, *args: Any, **kwargs: Any) -> None:
 def with_check(old: ModuleType) -> ModuleType:
     """The argparse module, with a parser that refuses a local diffusion checkpoint before the server starts: later it
     would only end the generation thread."""
-    new = ModuleType(old.__name__, old.__doc__)
-    vars(new).update(vars(old))
 
     class Parser(old.ArgumentParser):  # type: ignore[name-defined, misc]
         def parse_args(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,8 +32,7 @@ def with_check(old: ModuleType) -> ModuleType:
                     cli.refuse_checkpoint(Path(getattr(namespace, name)), "mlx_lm.server")
             return namespace
 
-    new.ArgumentParser = Parser  # type: ignore[attr-defined]
-    return new
+    return cli.with_parser(old, Parser)
 
 
 PATCH = Patch(

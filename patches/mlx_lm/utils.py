@@ -6,12 +6,12 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from ...errors import CheckpointError, DiffusionError
 from .. import Patch, Redirect, cli, is_applied
 
 
 def download(original: Any, /, path_or_hf_repo: Any, *args: Any, **kwargs: Any) -> Path:
     """`_download`, which also resolves a run directory to what is loaded from it."""
-    from ...errors import CheckpointError
     from ...runtime import complete_run
 
     name = str(path_or_hf_repo)
@@ -39,7 +39,6 @@ def download(original: Any, /, path_or_hf_repo: Any, *args: Any, **kwargs: Any) 
 def _usable(path: Path) -> Path:
     """What is loaded from a directory. Raises CheckpointError for a run directory whose model was not saved whole."""
     from ...checkpoint import resolve_run_directory
-    from ...errors import CheckpointError
 
     resolved = resolve_run_directory(path)
     if resolved != path and not (resolved / "config.json").is_file():
@@ -52,8 +51,6 @@ def _usable(path: Path) -> Path:
 
 def _require(target: str, symbol: str) -> None:
     """Raises DiffusionError when a change is off without which a diffusion checkpoint would decode autoregressively."""
-    from ...errors import DiffusionError
-
     if not is_applied(target, symbol):
         raise DiffusionError(
             f"This mlx-lm has another {target}.{symbol} than the plugin knows and would decode the diffusion "
@@ -93,14 +90,12 @@ def load_tokenizer(
     original: Any, /, model_path: Any, tokenizer_config_extra: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """`load_tokenizer`, which takes the tokenizer from elsewhere on request, and never makes up an empty one."""
-    from ...checkpoint import has_tokenizer, open_checkpoint, resolve_run_directory
-    from ...errors import CheckpointError
-    from ...spec import detect
+    from ...checkpoint import has_tokenizer, resolve_run_directory
+    from ...spec import detect_at
 
     extra = dict(tokenizer_config_extra or {})
-    if not is_applied("mlx_lm.utils", "load_model") and (Path(model_path) / "config.json").is_file():
-        if detect(open_checkpoint(Path(model_path))) is not None:
-            _require("mlx_lm.utils", "load_model")
+    if not is_applied("mlx_lm.utils", "load_model") and detect_at(Path(model_path)) is not None:
+        _require("mlx_lm.utils", "load_model")
     source = extra.pop("tokenizer", None) or cli.load_options().tokenizer
     path = Path(model_path)
     if source is not None:
@@ -112,7 +107,7 @@ def load_tokenizer(
         model_path = path
     elif (path / "config.json").is_file() and not has_tokenizer(path):
         options = cli.load_options()
-        if options.mode == "diffusion" or detect(open_checkpoint(path), options.family) is not None:
+        if options.mode == "diffusion" or detect_at(path, options.family) is not None:
             raise CheckpointError(
                 f"{path} has no tokenizer files: give the directory of the source model's tokenizer with "
                 "--tokenizer DIR, in Python tokenizer_config={'tokenizer': DIR}."

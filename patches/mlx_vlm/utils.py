@@ -10,11 +10,9 @@ from .. import Patch, Redirect
 
 
 def load_model(original: Any, /, model_path: Any, *args: Any, **kwargs: Any) -> Any:
-    from ...checkpoint import open_checkpoint, resolve_run_directory
-    from ...spec import detect
+    from ...spec import detect_at
 
-    path = resolve_run_directory(Path(model_path))
-    family = detect(open_checkpoint(path)) if (path / "config.json").is_file() else None
+    family = detect_at(Path(model_path))
     if family is not None:
         raise DiffusionError(
             f"{model_path} is a diffusion checkpoint of the family {family.name}, which mlx-vlm would decode "
