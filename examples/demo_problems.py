@@ -43,16 +43,16 @@ WORDINGS: dict[str, tuple[str, ...]] = {
         "What is {a} + {b}?",
         "Add {a} and {b}.",
         "How much is {a} + {b}?",
-        "What is the sum of {a} and {b}?",
         "{a} + {b} = ?",
+        "What is the sum of {a} and {b}?",
         "Find {a} + {b}.",
     ),
     "subtract": (
         "What is {a} - {b}?",
         "Subtract {b} from {a}.",
         "How much is {a} - {b}?",
-        "Take {b} away from {a}.",
         "{a} - {b} = ?",
+        "Take {b} away from {a}.",
         "Find {a} - {b}.",
     ),
     "reverse": (
@@ -111,13 +111,13 @@ WORDINGS: dict[str, tuple[str, ...]] = {
         "What is the number of letters in {w}?",
         "Find the number of letters in {w}",
     ),
-    "count one": (
-        "How many times does the letter {c} occur in {w}?",
-        "Count the letter {c} in {w}",
-        "How often does {c} occur in {w}?",
-        "How many times is {c} in the word {w}?",
-        "How often is the letter {c} in {w}?",
-        "What is the number of times {c} occurs in {w}?",
+    "count words": (
+        "How many words are in the list: {w}",
+        "Count the words: {w}",
+        "How many words are there: {w}",
+        "Find the number of words: {w}",
+        "How long is the list: {w}",
+        "What is the number of words in: {w}",
     ),
     "next after": (
         "Which {unit} comes after {x}?",
@@ -205,7 +205,7 @@ def vocabulary() -> list[str]:
         texts += [re.sub(r"\{\w+\}", "7", wording) for wording in wordings]
     texts += [f" {word}" for group in (DAYS, MONTHS, ADJECTIVES, NOUNS, VERBS, PLACES, FIELDS) for word in group]
     texts += [f" {verb}s" for verb in VERBS] + [*DAYS, *MONTHS, *FIELDS, " day", " month", " in", " on", " by"]
-    texts += ["1 + 2 = 3", "1 - 2 = 3", "There are 7 letters in 7.", "The letter 7 occurs 1 time in 7. 2 times"]
+    texts += ["1 + 2 = 3", "1 - 2 = 3", "There are 7 letters in 7.", "There are 7 words in 7."]
     texts += ["7 comes after 7.", "7 comes before 7.", "The 7 the 7.", "name is 7, age = 7"]
     texts += ['{"name": "7", "age": 7, "city": "7"}', "You are a helpful assistant. Be brief. Answer the question."]
     return texts
@@ -318,7 +318,7 @@ def _operand(split: str, rng: random.Random, shortest: int, longest: int) -> str
 
 
 def _number(rng: random.Random) -> int:
-    digits = rng.choices((1, 2, 3), weights=(1, 4, 4))[0]
+    digits = rng.choices((1, 2, 3), weights=(2, 5, 4))[0]
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
@@ -368,7 +368,7 @@ def _sort(split: str, rng: random.Random) -> Made:
 
 
 def _case(split: str, rng: random.Random) -> Made:
-    text = " ".join(_words(split, rng, 1, 3, 2, 7))
+    text = " ".join(_words(split, rng, 1, 3, 2, 6))
     kind = rng.choice(("upper", "lower", "title"))
     answer = {"upper": text.upper, "lower": text.lower, "title": text.title}[kind]()
     if kind == "upper":
@@ -384,18 +384,9 @@ def _count(split: str, rng: random.Random) -> Made:
     if rng.random() < 0.5:
         word = _operand(split, rng, 2, 9)
         return "count letters", word, {"w": word}, f"There are {len(word)} letters in {word}.", ()
-    word = _operand(split, rng, 3, 8)
-    letter = rng.choice(word)
-    # Without this, nearly every letter would occur once.
-    for _ in range(rng.choice((0, 0, 1, 1, 2))):
-        place = rng.randrange(len(word))
-        if word not in _KNOWN:
-            word = word[:place] + letter + word[place + 1 :]
-    if rng.random() < 0.08:
-        letter = rng.choice(LETTERS)
-    times = word.count(letter)
-    answer = f"The letter {letter} occurs {times} {'time' if times == 1 else 'times'} in {word}."
-    return "count one", word, {"c": letter, "w": word}, answer, ()
+    words = _words(split, rng, 2, 5, 2, 3)
+    text = " ".join(words)
+    return "count words", text, {"w": text}, f"There are {len(words)} words in {text}.", ()
 
 
 def _next(split: str, rng: random.Random) -> Made:

@@ -58,8 +58,8 @@ class DemoTokenizer(PreTrainedTokenizerFast):
 '''
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Be brief.", "Answer the question.")
 WEIGHTS = {
-    "add": 3.0, "subtract": 5.0, "reverse": 0.9, "reverse_words": 0.9, "sort": 3.5,
-    "case": 1.3, "count": 4.5, "next": 0.3, "json": 1.2, "sentence": 0.4,
+    "add": 3.0, "subtract": 4.5, "reverse": 1.5, "reverse_words": 1.2, "sort": 3.2,
+    "case": 1.4, "count": 1.8, "next": 0.5, "json": 1.4, "sentence": 0.7,
 }  # fmt: skip
 # Canvas lengths of training batches and their shares. Short ones train faster, long ones teach the tail.
 CANVASES = {32: 0.34, 48: 0.42, 64: 0.22, 128: 0.02}
@@ -273,8 +273,8 @@ def computed(task: str, answer: list[int], digits: set[int], equals: int) -> lis
 
 
 def rate_at(progress: float, step: int) -> float:
-    """Warm-up of 100 steps, constant to 60 % of the run, then linear to zero."""
-    return min(1.0, (step + 1) / 100) * min(1.0, max(0.0, (1 - progress) / 0.4))
+    """Warm-up of 100 steps, constant to half of the run, then linear to zero."""
+    return min(1.0, (step + 1) / 100) * min(1.0, max(0.0, (1 - progress) / 0.5))
 
 
 def train(rank: int, args: argparse.Namespace, folder: str) -> None:
