@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from .checkpoint import resolve_run_directory as _resolve
 from .decode import bidirectional_forward
 from .errors import CheckpointError, DiffusionError, note
 from .families import Family, a2d, family_of
-from .spec import DiffusionSpec, resolve
+from .spec import FORCED, DiffusionSpec, detect, resolve
 
 __all__ = ["A2DConfig", "bidirectional_forward", "complete_run", "load", "load_with_spec"]
 
@@ -61,7 +62,7 @@ def load(path_or_repo: str | Path, *, tokenizer: str | Path | None = None) -> tu
     if not has_tokenizer(source):
         raise CheckpointError(f"{source} has no tokenizer files: give their directory with tokenizer=.")
     kind = checkpoint.config.get("model_type")
-    family = family_of(kind) or (a2d.whole(str(kind)) if checkpoint.a2d is not None else None)
+    family = detect(checkpoint) or family_of(kind)
     plain = inspect.unwrap(utils.load_model)
     if checkpoint.provenance:
         note(f"warning: {checkpoint.provenance}")
@@ -92,11 +93,13 @@ def load_with_spec(
     if kwargs.get("strict", True):
         check_weights(path)
     default = inspect.signature(load_model).parameters["get_model_classes"].default
-    classes = _classes(family, get_model_classes or default)
+    classes = _classes(family, get_model_classes or default, default)
     try:
         model, config = load_model(path, *args, get_model_classes=classes, **kwargs)
         vars(model).pop("sanitize", None)
         family.repair(model, config)
+        if family.float32_on_cpu:
+            _cast_on_cpu(model, path)
     except DiffusionError:
         raise
     except Exception as error:
@@ -105,15 +108,36 @@ def load_with_spec(
             f"{path} cannot be loaded as {family.name}: its weights or config.json do not fit the model "
             f"({type(error).__name__}: {why})."
         ) from error
-    config.setdefault("a2d", {"objective": "mdlm"})  # a converted copy must not pass for an autoregressive model
+    # A converted copy must not pass for an autoregressive model.
+    if family.a2d:
+        config.setdefault("a2d", {"objective": "mdlm"})
+    elif spec.sources.get("family", "").startswith("forced"):
+        config[FORCED] = family.name
     model.diffusion_spec, model.diffusion_family = spec, family
     return model, config
 
 
-def _classes(family: Family, get_model_classes: Callable[..., Any]) -> Callable[..., Any]:
+def _cast_on_cpu(model: Any, path: Path) -> None:
+    """MLX's CPU backend has no expert gather in 16 bits ("GatherMM only supports float32")."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    half = (mx.bfloat16, mx.float16)
+    if mx.default_device() == mx.Device(mx.cpu) and any(v.dtype in half for _, v in tree_flatten(model.parameters())):
+        model.set_dtype(mx.float32)
+        note(
+            f"{path.name}: 16-bit weights are cast to float32, because MLX's CPU backend cannot gather experts in 16 bits."
+        )
+
+
+def _classes(family: Family, get_model_classes: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
     def classes(config: dict[str, Any]) -> Any:
         family.prepare_config(config)
-        model_class, args_class = get_model_classes(config=config)
+        if family.architecture is not None and get_model_classes is default:
+            module = importlib.import_module(family.architecture(config))
+            model_class, args_class = module.Model, module.ModelArgs
+        else:
+            model_class, args_class = get_model_classes(config=config)
         if family.wrap_class is not None:
             wrapped = family.wrap_class(model_class)
             wrapped.__module__ = model_class.__module__

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .families import Family
     from .options import LoadOptions
 
+_FROM_FAMILY = ("logits", "attention", "canvas", "unmasking", "block_origin", "stop_token_ids", "variants")
+FORCED = "diffusion_family"  # in the config.json of a copy whose family had to be forced
+
 
 @dataclass(frozen=True)
 class DiffusionSpec:
@@ -31,6 +34,10 @@ class DiffusionSpec:
         context_length: longest canvas in tokens, or None if unbounded.
         defaults: the family's own values of decoding options.
         sources: where each value came from, by name.
+        block_origin: where blocks of block-causal attention count from: position 0 (``start``), or so that one
+            begins at the prompt's end.
+        stop_token_ids: of ``eos_token_ids``, those that end a turn and are not the declared end of sequence.
+        variants: of ``attention`` and ``logits``, those a decoding option may choose otherwise.
     """
 
     family: str
@@ -44,6 +51,9 @@ class DiffusionSpec:
     context_length: int | None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    block_origin: Literal["start", "prompt_end"] = "start"
+    stop_token_ids: tuple[int, ...] = ()
+    variants: frozenset[str] = frozenset()
 
 
 def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
@@ -57,7 +67,9 @@ def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
         DiffusionError: an unknown family name, or a checkpoint that declares itself diffusion of an unknown family.
     """
     from .families import FAMILIES, adapted, family_of
+    from .families.refused import refusal
 
+    family = family or checkpoint.config.get(FORCED)
     if family is not None:
         forced = FAMILIES.get(family)
         if checkpoint.config.get("model_type") not in forced.model_types:
@@ -66,6 +78,9 @@ def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
                 f"{checkpoint.path / 'config.json'} says {checkpoint.config.get('model_type')!r}."
             )
         return adapted(forced)
+    reason = refusal(checkpoint)
+    if reason is not None:
+        raise DiffusionError(f"{checkpoint.path} cannot be decoded: {reason}")
     for source in (FAMILIES.builtin, FAMILIES.others):
         claims = {claim.name: claim for claim in source() if claim.claims(checkpoint)}
         if len(claims) > 1:
@@ -101,20 +116,26 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
         CheckpointError: a value that is missing or impossible.
     """
     config, where = checkpoint.config, checkpoint.path / "config.json"
-    vocab_size = config.get("vocab_size")
+    # LLaDA's embedding has more rows than its vocabulary has tokens.
+    rows = "embedding_size" if config.get("embedding_size") is not None else "vocab_size"
+    vocab_size = config.get(rows)
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
-        raise CheckpointError(f"{where}: vocab_size must be a positive integer, got {vocab_size!r}.")
-    sources = {name: f"the family {family.name}" for name in ("logits", "attention", "canvas", "unmasking")}
+        raise CheckpointError(f"{where}: {rows} must be a positive integer, got {vocab_size!r}.")
+    sources = {name: f"the family {family.name}" for name in _FROM_FAMILY}
+    stops = {checkpoint.added_tokens[text] for text in family.stop_tokens if text in checkpoint.added_tokens}
     if checkpoint.a2d is not None:
         sources["family"] = "the a2d block"
+    elif not family.claims(checkpoint):
+        sources["family"] = "forced by the family option"
     else:
-        sources["family"] = "the run's manifest" if family.claims(checkpoint) else "forced by the family option"
-    sources["vocab_size"] = "config.json"
+        is_run = checkpoint.manifest is not None and config.get("model_type") == family.name
+        sources["family"] = "the run's manifest" if is_run else "config.json"
+    sources["vocab_size"] = f"config.json ({rows})" if rows != "vocab_size" else "config.json"
 
     mask, sources["mask_token_id"] = _mask_token_id(checkpoint, family)
     eos, sources["eos_token_ids"] = _eos_token_ids(checkpoint)
     context, sources["context_length"] = None, "nothing says: unbounded"
-    for name in ("n_positions", "max_position_embeddings"):
+    for name in ("n_positions", "max_position_embeddings", "max_sequence_length"):
         if isinstance(config.get(name), int):
             context, sources["context_length"] = config[name], f"config.json ({name})"
             break
@@ -127,7 +148,10 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
         canvas=family.canvas,
         unmasking=family.unmasking,
         mask_token_id=mask,
-        eos_token_ids=eos,
+        eos_token_ids=(*eos, *sorted(stops - set(eos))),
+        stop_token_ids=tuple(sorted(stops - set(eos))),
+        block_origin=family.block_origin,
+        variants=family.variants,
         vocab_size=vocab_size,
         context_length=context,
         defaults={name: value for name, (value, _) in defaults.items()},
@@ -173,6 +197,9 @@ def prepare(path: Path, overrides: dict[str, Any] | None, options: LoadOptions) 
     check_mask_token_id(spec.mask_token_id, spec.vocab_size, spec.sources["mask_token_id"])
     if checkpoint.provenance:
         note(f"warning: {checkpoint.provenance}")
+    hint = family.hint(checkpoint)
+    if hint is not None:
+        note(hint)
     return family, spec
 
 

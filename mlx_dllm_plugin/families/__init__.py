@@ -58,7 +58,17 @@ class Family:
         hidden: ``(model, ids [B, T], cache) -> [B, T, D]``, the model's last hidden states, final norm included.
         head: ``(model, hidden [B, N, D]) -> logits [B, N, V]``; head(hidden(ids)) equals the model's own call.
         defaults: the family's own values of decoding options for a checkpoint, each with where it comes from.
-        logits, attention, canvas, unmasking: see DiffusionSpec.
+        logits, attention, canvas, unmasking, block_origin: see DiffusionSpec.
+        variants: of ``attention`` and ``logits``, those that a caller may choose otherwise, because checkpoints of both
+            kinds declare the same.
+        architecture: ``(config) -> name of a module`` with ``Model`` and ``ModelArgs`` in mlx-lm's shape; None takes
+            what mlx-lm has for the ``model_type``.
+        hint: ``(checkpoint) -> sentence or None``, said when it is loaded: what had to be assumed.
+        stop_tokens: texts of tokens that end a turn, beside the declared end of sequence: looked up in the vocabulary.
+        float32_on_cpu: cast 16-bit weights on MLX's CPU backend, which cannot gather experts in 16 bits.
+        a2d: checkpoints are a2d conversions, whose copies are marked by an ``a2d`` block.
+        about: repositories, for the documentation.
+        verified: where the numbers were checked, for the documentation.
         mask_token: text of the mask token, looked up in the vocabulary when no file names the id.
         mask_token_id: its id when the vocabulary does not have the text either.
         score_rank: ``(model) -> 4 or 5``, the rank of the attention scores and so of a key mask; None when nobody
@@ -80,6 +90,15 @@ class Family:
     attention: Literal["bidirectional", "block_causal"] = "bidirectional"
     canvas: Literal["fixed", "growing"] = "fixed"
     unmasking: str = "low_confidence"
+    block_origin: Literal["start", "prompt_end"] = "start"
+    variants: frozenset[str] = frozenset()
+    architecture: Callable[[dict[str, Any]], str] | None = None
+    hint: Callable[[Checkpoint], str | None] = _nothing
+    stop_tokens: tuple[str, ...] = ()
+    float32_on_cpu: bool = False
+    a2d: bool = False
+    about: str = ""
+    verified: str = ""
     mask_token: str | None = None
     mask_token_id: int | None = None
     score_rank: Callable[[Any], int] | None = _four
@@ -89,7 +108,7 @@ class Family:
     repair: Callable[[Any, dict[str, Any]], None] = _nothing
 
 
-_SHARED = {"a2d"}  # files here that are no family
+_SHARED = {"a2d", "refused"}  # files here that are no family
 
 FAMILIES: Registry[Family] = Registry(
     "mlx_dllm.families",
@@ -138,7 +157,8 @@ def family_of(model_type: str | None) -> Family | None:
     from . import a2d
 
     sources = (FAMILIES.builtin, FAMILIES.others)
-    known = next((f for source in sources for f in source() if model_type in f.model_types), None)
+    claimants = [f for source in sources for f in source() if model_type in f.model_types]
+    known = next((f for f in claimants if f.name == model_type), claimants[0] if len(claimants) == 1 else None)
     if known is None and model_type in _ADAPTERS:
         known = a2d.whole(model_type)
     return known and adapted(known)

@@ -69,6 +69,7 @@ def family(model_type: str, **own: Any) -> Family:
         claims=claims(model_type),
         defaults=defaults,
         unmasking="a2d",
+        a2d=True,
         mask_token=MASK_TOKEN,
         **own,
     )
