@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .families import Family
     from .options import LoadOptions
 
-_FROM_FAMILY = ("logits", "attention", "canvas", "unmasking", "block_origin", "stop_token_ids", "variants")
+_SHAPE = ("logits", "attention", "canvas", "unmasking", "block_origin")
+_FROM_FAMILY = (*_SHAPE, "stop_token_ids", "variants")
 FORCED = "diffusion_family"  # in the config.json of a copy whose family had to be forced
 
 
@@ -110,7 +111,8 @@ def detect_at(path: Path, family: str | None = None) -> Family | None:
 def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
     """
     The spec of a checkpoint. Each value comes from the ``a2d`` block, config.json, generation_config.json, the
-    tokenizer's declared mask token, the family's token looked up in the vocabulary, or the family; in that order.
+    tokenizer's declared mask token, the family's token looked up in the vocabulary, or the family; in that order. The
+    family's shape of this checkpoint beats its constants.
 
     Raises:
         CheckpointError: a value that is missing or impossible.
@@ -139,18 +141,15 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
         if isinstance(config.get(name), int):
             context, sources["context_length"] = config[name], f"config.json ({name})"
             break
-    defaults = family.defaults(checkpoint)
-    sources |= {name: source for name, (_, source) in defaults.items()}
+    defaults, own = family.defaults(checkpoint), family.shape(checkpoint)
+    sources |= {name: source for name, (_, source) in (*defaults.items(), *own.items())}
+    shape: dict[str, Any] = {name: own[name][0] if name in own else getattr(family, name) for name in _SHAPE}
     return DiffusionSpec(
         family=family.name,
-        logits=family.logits,
-        attention=family.attention,
-        canvas=family.canvas,
-        unmasking=family.unmasking,
+        **shape,
         mask_token_id=mask,
         eos_token_ids=(*eos, *sorted(stops - set(eos))),
         stop_token_ids=tuple(sorted(stops - set(eos))),
-        block_origin=family.block_origin,
         variants=family.variants,
         vocab_size=vocab_size,
         context_length=context,

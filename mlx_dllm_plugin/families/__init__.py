@@ -48,6 +48,10 @@ def _nothing(*_: Any) -> None:
     return None
 
 
+def _as_declared(_: Any) -> dict[str, tuple[Any, str]]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Family:
     """
@@ -63,6 +67,8 @@ class Family:
             kinds declare the same.
         architecture: ``(config) -> name of a module`` with ``Model`` and ``ModelArgs`` in mlx-lm's shape; None takes
             what mlx-lm has for the ``model_type``.
+        shape: ``(checkpoint) -> {name: (value, source)}``: what this checkpoint has otherwise of ``logits``,
+            ``attention``, ``canvas``, ``unmasking`` and ``block_origin``.
         hint: ``(checkpoint) -> sentence or None``, said when it is loaded: what had to be assumed.
         stop_tokens: texts of tokens that end a turn, beside the declared end of sequence: looked up in the vocabulary.
         float32_on_cpu: cast 16-bit weights on MLX's CPU backend, which cannot gather experts in 16 bits.
@@ -93,6 +99,7 @@ class Family:
     block_origin: Literal["start", "prompt_end"] = "start"
     variants: frozenset[str] = frozenset()
     architecture: Callable[[dict[str, Any]], str] | None = None
+    shape: Callable[[Checkpoint], Mapping[str, tuple[Any, str]]] = _as_declared
     hint: Callable[[Checkpoint], str | None] = _nothing
     stop_tokens: tuple[str, ...] = ()
     float32_on_cpu: bool = False
@@ -108,7 +115,7 @@ class Family:
     repair: Callable[[Any, dict[str, Any]], None] = _nothing
 
 
-_SHARED = {"a2d", "refused"}  # files here that are no family
+_SHARED = {"a2d", "common", "refused"}  # files here that are no family
 
 FAMILIES: Registry[Family] = Registry(
     "mlx_dllm.families",
