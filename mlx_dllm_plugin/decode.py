@@ -9,22 +9,23 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from .caches import FullCanvas
+from .caches import BlockCache, BlockWindow, FullCanvas
 from .errors import DiffusionError
 from .families import FAMILIES, Family
 from .families.a2d import whole
 from .options import DecodingOptions
-from .samplers import RULES, Rule, users
-from .spec import DiffusionSpec, check_mask_token_id
+from .plan import Plan, Stage, plan
+from .samplers import Candidates, Rule
+from .spec import DiffusionSpec
 
 TOP_LOGPROBS = 20
-LONGEST_CANVAS = 2**20  # when the checkpoint names no context
+LARGE = 3e38  # ranks below every confidence, and above what is no candidate
 
 
 class Logprobs:
@@ -113,13 +114,14 @@ class Released:
 @dataclass(frozen=True)
 class Finished:
     """The last event of a row. ``reason`` is ``stop`` (end of sequence) or ``length``; ``canvas`` may hold masks after
-    the end of the output."""
+    the end of the output; ``prefills`` counts forwards of the prompt alone, which ``nfe`` does not."""
 
     row: int
     reason: str
     canvas: tuple[int, ...]
     nfe: int
     empty_steps: int
+    prefills: int = 0
 
 
 Event = Commit | BlockDone | Released | Finished
@@ -131,12 +133,13 @@ class DecodingResult:
     Args:
         tokens: the output, without the end-of-sequence token.
         finish_reason: ``stop`` or ``length``.
-        nfe: forwards this row took part in.
+        nfe: denoising forwards this row took part in.
         empty_steps: steps of the schedule that commit nothing; they cost no forward.
         prompt_tokens: length of the prompt.
         canvas: the whole canvas, prompt included.
         commits: what each forward committed, in order.
         logprobs: one entry per output token, and one for the end-of-sequence token when it stopped there.
+        prefills: forwards of the prompt alone, of models with block-causal attention.
     """
 
     tokens: list[int]
@@ -147,6 +150,7 @@ class DecodingResult:
     canvas: list[int]
     commits: list[Commit]
     logprobs: list[Logprobs]
+    prefills: int = 0
 
     @property
     def generated_tokens(self) -> int:
@@ -263,197 +267,6 @@ def spec_of(model: Any) -> DiffusionSpec:
     return spec
 
 
-class Plan(NamedTuple):
-    """
-    What a row will do.
-
-    Args:
-        canvas: its ids, masks included.
-        slots: the masked positions, ascending. Blocks and output are counted in slots.
-        cap: slots of the output at most.
-        steps: per step (first slot, last slot + 1, commits); None commits means "as the rule finds", for as many
-            steps as the block takes.
-    """
-
-    rule: Rule
-    canvas: tuple[int, ...]
-    slots: tuple[int, ...]
-    cap: int
-    steps: tuple[tuple[int, int, int | None], ...]
-    empty_steps: int
-    mask_token_id: int
-    eos: frozenset[int]
-    never: tuple[int, ...]
-    confidence_temperature: float
-    threshold: float
-
-
-def plan(spec: DiffusionSpec, prompt: Sequence[int], options: DecodingOptions) -> Plan:
-    """
-    Check a prompt and its options against a spec, and lay out the row's canvas and schedule.
-
-    Raises:
-        DiffusionError: anything that cannot be decoded as asked, in one sentence.
-    """
-    mask = _mask_token_id(spec, options)
-    if not prompt:
-        raise DiffusionError("The prompt is empty: give at least one token.")
-    _check_ids(prompt, spec)
-    length = _canvas_length(spec, len(prompt), options)
-    canvas = (*prompt, *[mask] * (length - len(prompt)))
-    cap = options.max_tokens if options.max_tokens and options.max_tokens > 0 else length
-    return plan_slots(spec, canvas, range(len(prompt), length), options, cap=cap)
-
-
-def plan_slots(
-    spec: DiffusionSpec, canvas: Sequence[int], slots: Sequence[int], options: DecodingOptions, cap: int | None = None
-) -> Plan:
-    """
-    The plan of a canvas whose masked positions are known.
-
-    Raises:
-        DiffusionError: as :func:`plan`.
-    """
-    rule = RULES.get(options.unmasking or spec.unmasking)
-    _refuse_unused(rule, options)
-    if options.temp and options.sampler is not None:
-        raise DiffusionError("Give temp or a sampler, not both: a sampler brings its own temperature.")
-    mask = _mask_token_id(spec, options)
-    _check_ids(canvas, spec)
-    if spec.logits == "shifted" and slots and slots[0] == 0:
-        raise DiffusionError("A model with shifted logits needs an unmasked first token: nothing predicts position 0.")
-    suppressed = options.suppress_tokens or ()
-    outside = next((token for token in suppressed if token >= spec.vocab_size), None)
-    if outside is not None:
-        raise DiffusionError(f"suppress_tokens has id {outside}, outside the vocabulary of {spec.vocab_size}.")
-    steps, empty = _steps(spec, rule, len(slots), options)
-    eos = frozenset(options.eos_token_ids if options.eos_token_ids is not None else spec.eos_token_ids)
-    # A checkpoint whose mask is its end of sequence (a2d's mask token "reuse") may emit it; a caller's list counts not.
-    reused = mask in spec.eos_token_ids and not rule.drop_mask
-    never = {*suppressed, *(() if reused else (mask,))}
-    if len(never) >= spec.vocab_size:
-        raise DiffusionError("suppress_tokens leaves no token to emit.")
-    return Plan(
-        rule=rule,
-        canvas=tuple(canvas),
-        slots=tuple(slots),
-        cap=len(slots) if cap is None else min(cap, len(slots)),
-        steps=steps,
-        empty_steps=empty,
-        mask_token_id=mask,
-        eos=frozenset() if options.stop_at_eos is False else eos,
-        never=tuple(sorted(never)),
-        confidence_temperature=_or_default("confidence_temperature", 1.0, spec, rule, options),
-        threshold=_or_default("threshold", 0.9, spec, rule, options),
-    )
-
-
-def _mask_token_id(spec: DiffusionSpec, options: DecodingOptions) -> int:
-    mask, source = options.mask_token_id, "the option"
-    if mask is None:
-        mask, source = spec.mask_token_id, spec.sources.get("mask_token_id", "the checkpoint")
-    if mask is None:
-        raise DiffusionError(
-            "The checkpoint does not say which token is its mask: give mask_token_id (--mask-token-id)."
-        )
-    check_mask_token_id(mask, spec.vocab_size, source)
-    return mask
-
-
-def _check_ids(ids: Sequence[int], spec: DiffusionSpec) -> None:
-    outside = next((token for token in ids if not 0 <= token < spec.vocab_size), None)
-    if outside is not None:
-        raise DiffusionError(
-            f"The prompt has token id {outside}, outside the vocabulary of {spec.vocab_size}: "
-            "the tokenizer does not belong to this checkpoint."
-        )
-
-
-def _or_default(name: str, default: float, spec: DiffusionSpec, rule: Rule, options: DecodingOptions) -> float:
-    value = getattr(options, name)
-    if value is not None:
-        return value
-    return spec.defaults.get(name, default) if name in rule.uses else default
-
-
-def _refuse_unused(rule: Rule, options: DecodingOptions) -> None:
-    for name, option in DecodingOptions.__dataclass_fields__.items():
-        if option.metadata["common"] or getattr(options, name) is None or name in rule.uses:
-            continue
-        raise DiffusionError(
-            f"The unmasking rule {rule.name!r} does not use {name}; leave it out, or choose a rule that does with "
-            f"unmasking (--unmasking {'|'.join(users(name))})."
-        )
-
-
-def _canvas_length(spec: DiffusionSpec, prompt: int, options: DecodingOptions) -> int:
-    if options.max_tokens == -1:
-        raise DiffusionError(
-            f"max_tokens -1 (up to the context) needs a canvas that grows; the family {spec.family} has a fixed one: "
-            "give the number of tokens."
-        )
-    if spec.context_length is not None and prompt >= spec.context_length and options.canvas_length != prompt:
-        raise DiffusionError(
-            f"The prompt has {prompt} tokens and the model's context is {spec.context_length}: shorten the prompt."
-        )
-    if options.canvas_length is not None:
-        canvas, named = options.canvas_length, "canvas_length"
-        if canvas < prompt:
-            raise DiffusionError(
-                f"canvas_length {canvas} is shorter than the prompt of {prompt} tokens; it counts the prompt too: "
-                f"give at least {prompt + 1}."
-            )
-    elif options.max_tokens is not None:
-        canvas, named = prompt + options.max_tokens, f"prompt {prompt} + max_tokens {options.max_tokens}"
-    else:
-        canvas = spec.defaults["canvas_length"]
-        named = "the checkpoint's own canvas_length"
-        if canvas <= prompt:
-            raise DiffusionError(
-                f"The prompt has {prompt} tokens, which leaves no room in the checkpoint's canvas of {canvas}: "
-                "say how many tokens to write with max_tokens (--max-tokens)."
-            )
-    if spec.context_length is None and canvas > LONGEST_CANVAS:
-        raise DiffusionError(
-            f"A canvas of {canvas} tokens ({named}) is too long: the checkpoint names no context, and at most "
-            f"{LONGEST_CANVAS} are decoded then."
-        )
-    if spec.context_length is not None and canvas > spec.context_length:
-        raise DiffusionError(
-            f"A canvas of {canvas} tokens ({named}) exceeds the model's context of {spec.context_length}: "
-            f"the prompt has {prompt}, so at most {max(spec.context_length - prompt, 0)} new tokens fit."
-        )
-    return canvas
-
-
-def _steps(
-    spec: DiffusionSpec, rule: Rule, masks: int, options: DecodingOptions
-) -> tuple[tuple[tuple[int, int, int | None], ...], int]:
-    """The steps of a plan, blocks from left to right, and the number of empty ones."""
-    if masks == 0:
-        return (), 0
-    length = min(options.block_length or masks, masks)
-    blocks = [(start, min(start + length, masks)) for start in range(0, masks, length)]
-    if rule.schedule is None:
-        return tuple((start, end, None) for start, end in blocks), 0
-    total = options.max_denoising_steps
-    if total is None:
-        total = max(spec.defaults.get("max_denoising_steps", masks), len(blocks))
-    elif total < len(blocks):
-        raise DiffusionError(
-            f"max_denoising_steps {total} is less than the {len(blocks)} blocks of {length} tokens; each needs a step."
-        )
-    steps, empty = [], 0
-    for number, (start, end) in enumerate(blocks):
-        own = total // len(blocks) + (number < total % len(blocks))
-        for count in rule.schedule(end - start, own):
-            if count:
-                steps.append((start, end, count))
-            else:
-                empty += 1
-    return tuple(steps), empty
-
-
 Row = tuple[Plan, DecodingOptions]
 
 
@@ -465,11 +278,14 @@ class _Row:
         self.plan = plan
         self.vocab_size = vocab_size
         self.options = options
-        self.steps = deque(plan.steps)
+        self.stages = deque(plan.stages)
+        self.step = 0
         self.tokens: list[int | None] = [None] * len(plan.slots)
         self.logprobs: list[Logprobs | None] = [None] * len(plan.slots)
         self.released = 0
         self.nfe = 0
+        self.prefills = 0
+        self.seen = 0
         self.reason: str | None = None if plan.cap else "length"
         self.key: mx.array | None = None
 
@@ -477,8 +293,19 @@ class _Row:
     def samples(self) -> bool:
         return bool(self.options.temp) or self.options.sampler is not None
 
+    @property
+    def must(self) -> int:
+        """How many positions a rule's selection has to commit at least: one, unless a schedule goes on."""
+        return int(self.step + 1 >= len(self.stages[0].counts))
+
+    @property
+    def number(self) -> float:
+        """The schedule's number for the next step."""
+        counts = self.stages[0].counts
+        return counts[min(self.step, len(counts) - 1)] if counts else 1
+
     def draw(self) -> mx.array:
-        """A fresh key. The first comes from the option ``seed``, else from MLX's global random state."""
+        """The row's next random key."""
         if self.key is None:
             seed = self.options.seed
             self.key = mx.random.key(int(np.array(mx.random.randint(0, 2**31 - 1))) if seed is None else seed)
@@ -487,17 +314,19 @@ class _Row:
 
     def commit(self, at: Sequence[int], tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> Iterator[Event]:
         """Take over what a forward committed to the slots ``at``, and say what follows from it."""
-        start, end, count = self.steps[0]
+        stage = self.stages[0]
         slots = self.plan.slots
         self.nfe += 1
+        self.step += 1
+        self.seen = stage.visible
         for slot, token, entry in zip(at, tokens, logprobs, strict=True):
             self.tokens[slot], self.logprobs[slot] = token, entry
         yield Commit(self.index, self.nfe - 1, tuple(slots[slot] for slot in at), tuple(tokens), tuple(logprobs))
-        block_done = None not in self.tokens[start:end]
-        if block_done or count is not None:
-            self.steps.popleft()
-        if block_done:
-            yield BlockDone(self.index, slots[start], slots[end - 1] + 1)
+        if None not in self.tokens[stage.start : stage.end]:
+            self.stages.popleft()
+            self.step = 0
+            if stage.block is not None:
+                yield BlockDone(self.index, *stage.block)
         first = self.released
         while self.reason is None and self.tokens[self.released] is not None:
             self.released += 1
@@ -513,79 +342,258 @@ class _Row:
             yield self.finished()
 
     def finished(self) -> Finished:
-        canvas = list(self.plan.canvas)
-        for slot, token in zip(self.plan.slots, self.tokens, strict=True):
-            canvas[slot] = self.plan.mask_token_id if token is None else token
-        return Finished(self.index, self.reason or "length", tuple(canvas), self.nfe, self.plan.empty_steps)
+        plan = self.plan
+        canvas = list(plan.canvas)
+        for slot, token in zip(plan.slots, self.tokens, strict=True):
+            canvas[slot] = plan.mask_token_id if token is None else token
+        if plan.block_length is not None:
+            canvas = canvas[: max(self.seen, plan.slots[self.released - 1] + 1 if self.released else 0)]
+        reason = self.reason or "length"
+        return Finished(self.index, reason, tuple(canvas), self.nfe, plan.empty_steps, self.prefills)
 
 
 class _Batch:
-    """The rows that are decoded together, and what stays the same while they are: built anew when one leaves.
-
-    Rows are padded on the left to one width. All slots lie in the last ``window`` columns; ``slot`` [B, window] says
-    which slot a column is, or -1.
     """
+    The rows that are decoded together. A subclass arranges their columns and runs the model.
+
+    Args of a step, which :meth:`forward` sets with the logits it returns:
+        slot: [B, W], which slot of its row a column of those logits is, or -1.
+        place: [B, W], which column of the canvas it is.
+    """
+
+    slot: np.ndarray
+    place: mx.array
 
     def __init__(self, rows: list[_Row], family: Family, model: Any):
         self.rows = rows
+        self.family = family
+        self.model = model
         self.rule = rows[0].plan.rule
-        self.width = max(len(row.plan.canvas) for row in rows)
-        self.window = max(len(row.plan.canvas) - row.plan.slots[0] for row in rows)
-        padding = [self.width - len(row.plan.canvas) for row in rows]
-        if family.score_rank is None and any(padding):
-            raise DiffusionError(
-                f"Rows of unequal length cannot be decoded together by the family {family.name}, which does not say "
-                "the rank of its attention scores: decode them one by one."
-            )
-        rank = family.score_rank(model) if family.score_rank else 4
-        self.cache = FullCanvas(padding, self.width, rank)
-        self.slot = np.full((len(rows), self.window), -1)
-        for i, row in enumerate(rows):
-            self.slot[i, self.columns(row)] = np.arange(len(row.plan.slots))
-        self.temperature = mx.array([[row.plan.confidence_temperature] for row in rows])
-        self.threshold = mx.array([[row.plan.threshold] for row in rows])
-        self.never = _banned([row.plan.never for row in rows], rows[0].vocab_size)
-        masks = [(row.plan.mask_token_id,) for row in rows]
-        self.masks = _banned(masks, rows[0].vocab_size) if self.rule.drop_mask else None
+        self.shifted = rows[0].plan.shifted
+        self.guided = any(row.plan.cfg_scale for row in rows)
+        self.values = {
+            name: mx.array([[row.plan.values[name]] for row in rows], dtype=mx.float32) for name in rows[0].plan.values
+        }
+        self.never = self._banned([row.plan.never for row in rows])
+        self.suppressed = self._banned([row.plan.suppressed for row in rows])
+        self.late = self._banned([row.plan.late for row in rows])
+        self.masks = self._banned([(row.plan.mask_token_id,) for row in rows]) if self.rule.drop_mask else None
 
-    def columns(self, row: _Row) -> np.ndarray:
-        """The columns of a row's slots in the window."""
-        return np.array(row.plan.slots) + (self.window - len(row.plan.canvas))
+    def _banned(self, ids: Sequence[tuple[int, ...]]) -> mx.array | None:
+        """Added to logits [B, W, V]: minus infinity at each row's ids, or None when there are none."""
+        if not any(ids):
+            return None
+        banned = np.zeros((len(ids), 1, self.rows[0].vocab_size), dtype=np.float32)
+        for i, own in enumerate(ids):
+            banned[i, 0, list(own)] = -np.inf
+        return mx.array(banned)
 
     def spread(self, parts: list[mx.array]) -> mx.array:
-        """Per row a value for each slot [n] -> per column [B, window]; anything in the other columns."""
-        return mx.stack([part[mx.array(np.maximum(slot, 0))] for part, slot in zip(parts, self.slot, strict=True)])
+        """Per row a value for each slot of its stage [n] -> per column [B, W]; anything in the other columns."""
+        return mx.stack(
+            [
+                part[mx.array(np.clip(slot - row.stages[0].start, 0, len(part) - 1))]
+                for row, part, slot in zip(self.rows, parts, self.slot, strict=True)
+            ]
+        )
+
+    def columns(self, i: int) -> np.ndarray:
+        """The columns of the slots of row i's stage in the logits of this step."""
+        stage = self.rows[i].stages[0]
+        return np.flatnonzero((self.slot[i] >= stage.start) & (self.slot[i] < stage.end))
 
     def canvas(self) -> tuple[mx.array, mx.array]:
         """The first canvas [B, width] and which of it is masked."""
+        raise NotImplementedError
+
+    def forward(self, canvas: mx.array) -> mx.array:
+        """The logits [B, W, V] of the columns that hold every row's stage, as the model computes them."""
+        raise NotImplementedError
+
+    def select(self, keep: list[int], canvas: mx.array, masked: mx.array) -> tuple[_Batch, mx.array, mx.array]:
+        """The batch of the rows that go on, and their canvas and mask."""
+        raise NotImplementedError
+
+    def guides(self, canvas: mx.array, columns: Sequence[np.ndarray]) -> mx.array:
+        """The canvas twice, the second time with each row's given tokens (at ``columns``) masked."""
+        masks = np.zeros(canvas.shape, dtype=bool)
+        for i, (row, at) in enumerate(zip(self.rows, columns, strict=True)):
+            known = np.ones(len(row.plan.canvas), dtype=bool)
+            known[list(row.plan.slots)] = False
+            known &= ~np.isin(row.plan.canvas, sorted(row.plan.keep))
+            masks[i, at[known]] = True
+        ids = mx.array([[row.plan.mask_token_id] for row in self.rows], dtype=canvas.dtype)
+        return mx.concatenate([canvas, mx.where(mx.array(masks), ids, canvas)])
+
+    def guide(self, logits: mx.array) -> mx.array:
+        """Lu + (scale + 1) (L - Lu) of the two halves [2B, W, V] (classifier-free guidance)."""
+        with_prompt, without = mx.split(logits, 2)
+        scale = mx.array([[[row.plan.cfg_scale]] for row in self.rows], dtype=mx.float32)
+        return mx.where(scale > 0, without + (scale + 1) * (with_prompt - without), with_prompt)
+
+    def rank(self, what: str) -> int:
+        """The rank of the attention's scores. Raises DiffusionError when nobody knows it."""
+        if self.family.score_rank is None:
+            raise DiffusionError(
+                f"{what} by the family {self.family.name}, which does not say the rank of its attention scores: "
+                "decode them one by one."
+            )
+        return self.family.score_rank(self.model)
+
+
+class _Whole(_Batch):
+    """Rows whose model sees the whole canvas, recomputed in every step. They are padded on the left to one width, and
+    all slots lie in the last ``window`` columns."""
+
+    def __init__(self, rows: list[_Row], family: Family, model: Any):
+        super().__init__(rows, family, model)
+        self.width = max(len(row.plan.canvas) for row in rows)
+        self.window = max(len(row.plan.canvas) - row.plan.slots[0] for row in rows)
+        padding = [self.width - len(row.plan.canvas) for row in rows] * (2 if self.guided else 1)
+        rank = self.rank("Rows of unequal length cannot be decoded together") if any(padding) else 4
+        self.cache = FullCanvas(padding, self.width, rank)
+        self.slot = np.full((len(rows), self.window), -1)
+        for i, row in enumerate(rows):
+            at = np.array(row.plan.slots) + (self.window - len(row.plan.canvas))
+            self.slot[i, at] = np.arange(len(row.plan.slots))
+        before = self.width - self.window
+        self.place = mx.broadcast_to(mx.arange(before, self.width)[None], self.slot.shape)
+
+    def canvas(self) -> tuple[mx.array, mx.array]:
         canvas = np.zeros((len(self.rows), self.width), dtype=np.int32)
         masked = np.zeros((len(self.rows), self.width), dtype=bool)
         for i, row in enumerate(self.rows):
             canvas[i, self.width - len(row.plan.canvas) :] = row.plan.canvas
-            masked[i, self.width - self.window + self.columns(row)] = True
+        masked[:, self.width - self.window :] = self.slot >= 0
         return mx.array(canvas), mx.array(masked)
 
+    def forward(self, canvas: mx.array) -> mx.array:
+        if self.guided:
+            canvas = self.guides(canvas, [np.arange(self.width)[-len(row.plan.canvas) :] for row in self.rows])
+        states = self.family.hidden(self.model, canvas, [self.cache] * len(getattr(self.model, "layers", ())))
+        read = slice(self.width - self.window - self.shifted, self.width - self.shifted)
+        return self.family.head(self.model, states[:, read])
 
-def _banned(ids: Sequence[tuple[int, ...]], vocab_size: int) -> mx.array | None:
-    """Added to logits [B, W, V]: minus infinity at each row's ids, or None when there are none."""
-    if not any(ids):
-        return None
-    banned = np.zeros((len(ids), 1, vocab_size), dtype=np.float32)
-    for i, own in enumerate(ids):
-        banned[i, 0, list(own)] = -np.inf
-    return mx.array(banned)
+    def select(self, keep: list[int], canvas: mx.array, masked: mx.array) -> tuple[_Batch, mx.array, mx.array]:
+        batch = _Whole([self.rows[i] for i in keep], self.family, self.model)
+        at = mx.array(keep)
+        return batch, canvas[at][:, -batch.width :], masked[at][:, -batch.width :]
+
+
+class _Blocks(_Batch):
+    """Rows whose model sees all up to a block's end. Keys and values of final blocks are kept: a block's are stored by
+    the first forward of the next one, so that they cost no forward of their own. Rows stand at blocks of their own."""
+
+    PREFILL = 512  # columns of the prompt per forward, rounded to whole blocks
+
+    def __init__(self, rows: list[_Row], family: Family, model: Any):
+        super().__init__(rows, family, model)
+        self.width = max(len(row.plan.canvas) for row in rows)
+        self.copies = 2 if self.guided else 1
+        self.stored = [0] * len(rows)
+        self.caches = [BlockCache() for _ in model.layers]
+
+    def canvas(self) -> tuple[mx.array, mx.array]:
+        canvas = np.zeros((len(self.rows), self.width), dtype=np.int32)
+        masked = np.zeros((len(self.rows), self.width), dtype=bool)
+        for i, row in enumerate(self.rows):
+            canvas[i, : len(row.plan.canvas)] = row.plan.canvas
+            masked[i, list(row.plan.slots)] = True
+        return mx.array(canvas), mx.array(masked)
+
+    def forward(self, canvas: mx.array) -> mx.array:
+        stages = [row.stages[0] for row in self.rows]
+        if self.guided:
+            canvas = self.guides(canvas, [np.arange(len(row.plan.canvas)) for row in self.rows])
+        self._prefill(canvas, stages)
+        slots = [row.plan.slots[stage.start : stage.end] for row, stage in zip(self.rows, stages, strict=True)]
+        # Shifted logits of a block's first column come from the column before, which may be stored already.
+        first = [min(n, at[0] - self.shifted) for n, at in zip(self.stored, slots, strict=True)]
+        visible = [stage.visible for stage in stages]
+        width = max(end - start for start, end in zip(first, visible, strict=True))
+        states = self._run(canvas, visible, width)
+        self._keep([stage.fixed for stage in stages])
+
+        window = max(at[-1] - at[0] + 1 for at in slots)
+        self.slot = np.full((len(self.rows), window), -1)
+        place = np.zeros((len(self.rows), window), dtype=np.int32)
+        for i, (at, stage) in enumerate(zip(slots, stages, strict=True)):
+            place[i] = np.minimum(at[0] + np.arange(window), self.width - 1)
+            self.slot[i, np.array(at) - at[0]] = np.arange(stage.start, stage.end)
+        read = place - self.shifted - (np.array(visible) - width)[:, None]
+        self.place = mx.array(place)
+        at = mx.array(np.tile(np.clip(read, 0, width - 1), (self.copies, 1)))
+        return self.family.head(self.model, mx.take_along_axis(states, at[..., None], axis=1))
+
+    def _prefill(self, canvas: mx.array, stages: list[Stage]) -> None:
+        """Store what is final, but for the last block of each row: that one is stored by the forward of this step."""
+        length = max(row.plan.block_length or 1 for row in self.rows)
+        chunk = max(self.PREFILL // length, 1) * length
+        while True:
+            ends = []
+            for row, stored, stage in zip(self.rows, self.stored, stages, strict=True):
+                own = row.plan.block_length or 1
+                last = stage.fixed - own
+                end = min(stored + chunk // own * own, last)
+                end -= (end - row.plan.origin) % own
+                ends.append(max(end, stored))
+            width = max(end - stored for end, stored in zip(ends, self.stored, strict=True))
+            if not width:
+                return
+            for row, end, stored in zip(self.rows, ends, self.stored, strict=True):
+                row.prefills += end > stored
+            self._run(canvas, ends, width)
+            self._keep(ends)
+            mx.eval([(cache.keys, cache.values) for cache in self.caches])
+
+    def _run(self, canvas: mx.array, visible: list[int], width: int) -> mx.array:
+        """Hidden states [B, width, D] of the columns that end at ``visible``."""
+        lengths = {row.plan.block_length for row in self.rows}
+        assert len(lengths) == 1  # see run()
+        window = BlockWindow(
+            self.stored * self.copies,
+            visible * self.copies,
+            width,
+            lengths.pop() or 1,
+            [row.plan.origin for row in self.rows] * self.copies,
+            self.rank("Block-causal rows cannot be decoded") if len(self.rows) > 1 else 4,
+        )
+        for cache in self.caches:
+            cache.window = window
+        columns = np.array(visible * self.copies)[:, None] - width + np.arange(width)[None]
+        ids = mx.take_along_axis(canvas, mx.array(np.clip(columns, 0, self.width - 1)), axis=1)
+        return self.family.hidden(self.model, ids, self.caches)
+
+    def _keep(self, ends: list[int]) -> None:
+        for cache in self.caches:
+            cache.keep(ends * self.copies)
+        self.stored = [max(end, stored) for end, stored in zip(ends, self.stored, strict=True)]
+
+    def select(self, keep: list[int], canvas: mx.array, masked: mx.array) -> tuple[_Batch, mx.array, mx.array]:
+        batch = _Blocks([self.rows[i] for i in keep], self.family, self.model)
+        batch.stored = [self.stored[i] for i in keep]
+        copies = [i + half * len(self.rows) for half in range(batch.copies) for i in keep]
+        for cache in self.caches:
+            cache.select(copies, max(batch.stored))
+        batch.caches = self.caches
+        at = mx.array(keep)
+        return batch, canvas[at][:, : batch.width], masked[at][:, : batch.width]
 
 
 def run(model: Any, family: Family, spec: DiffusionSpec, rows: Sequence[Row], stream: Any = None) -> Iterator[Event]:
     """The loop itself, over rows of plans and options. What :func:`stream_decode` returns."""
-    names = sorted({plan.rule.name for plan, _ in rows})
-    if len(names) > 1:
-        raise DiffusionError(f"All rows of a batch must use the same unmasking rule, got {', '.join(names)}.")
+    for what, values in (
+        ("unmasking rule", {own.rule.name for own, _ in rows}),
+        ("block length", {str(own.block_length) for own, _ in rows}),
+        ("kind of logits", {"shifted" if own.shifted else "in_place" for own, _ in rows}),
+    ):
+        if len(values) > 1:
+            raise DiffusionError(f"All rows of a batch must use the same {what}, got {', '.join(sorted(values))}.")
     states = [_Row(index, plan, options, spec.vocab_size) for index, (plan, options) in enumerate(rows)]
-    return _loop(model, family, spec.logits == "shifted", states, stream)
+    return _loop(model, family, states, stream)
 
 
-def _loop(model: Any, family: Family, shifted: bool, rows: list[_Row], stream: Any) -> Iterator[Event]:
+def _loop(model: Any, family: Family, rows: list[_Row], stream: Any) -> Iterator[Event]:
     for row in rows:
         if row.reason is not None:
             yield row.finished()
@@ -594,11 +602,12 @@ def _loop(model: Any, family: Family, shifted: bool, rows: list[_Row], stream: A
         return
     on_stream = (lambda: mx.stream(stream)) if stream is not None else contextlib.nullcontext
     with on_stream():
-        batch = _Batch(active, family, model)
+        kind = _Whole if active[0].plan.block_length is None else _Blocks
+        batch: _Batch = kind(active, family, model)
         canvas, masked = batch.canvas()
     while True:
         with on_stream():
-            canvas, masked, picked = _step(model, family, shifted, batch, canvas, masked)
+            canvas, masked, picked = _step(batch, canvas, masked)
         for row, slots, tokens, logprobs in picked:
             yield from row.commit(slots, tokens, logprobs)
         keep = [i for i, row in enumerate(batch.rows) if row.reason is None]
@@ -606,52 +615,44 @@ def _loop(model: Any, family: Family, shifted: bool, rows: list[_Row], stream: A
             return
         if len(keep) < len(batch.rows):
             with on_stream():
-                batch = _Batch([batch.rows[i] for i in keep], family, model)
-                canvas = canvas[mx.array(keep)][:, -batch.width :]
-                masked = masked[mx.array(keep)][:, -batch.width :]
+                batch, canvas, masked = batch.select(keep, canvas, masked)
 
 
 Picked = list[tuple[_Row, list[int], list[int], tuple[Logprobs, ...]]]
 
 
-def _step(
-    model: Any, family: Family, shifted: bool, batch: _Batch, canvas: mx.array, masked: mx.array
-) -> tuple[mx.array, mx.array, Picked]:
+def _step(batch: _Batch, canvas: mx.array, masked: mx.array) -> tuple[mx.array, mx.array, Picked]:
     """One forward and one commit. Returns the new canvas and mask, and per row what was committed to which slots."""
     rows, rule = batch.rows, batch.rule
-    before = batch.width - batch.window
-    states = family.hidden(model, canvas, [batch.cache] * len(getattr(model, "layers", ())))
-    read = slice(before - shifted, batch.width - shifted)  # shifted logits of position i - 1 predict token i
-    logits = family.head(model, states[:, read]).astype(mx.float32)
-
-    allowed = logits if batch.never is None else logits + batch.never
+    logits = batch.forward(canvas).astype(mx.float32)
+    if batch.guided:
+        logits = batch.guide(logits)
     if batch.masks is not None:
         logits = logits + batch.masks
-    tokens, scored = _choose(batch, logits, allowed)
-    noise = mx.zeros(tokens.shape)
-    if rule.draws:
-        noise = batch.spread([mx.random.uniform(shape=(len(row.plan.slots),), key=row.draw()) for row in rows])
-    confidence = rule.confidence(logits, scored, batch.temperature, noise)
+    tokens, candidates = _choose(batch, logits)
+    confidence = rule.confidence(candidates)
 
-    span = np.array([row.steps[0][:2] for row in rows])
-    block = mx.array((batch.slot >= span[:, :1]) & (batch.slot < span[:, 1:]))
-    ranked = mx.where(block & masked[:, before:], confidence, -mx.inf)
+    span = np.array([row.stages[0][:2] for row in rows])
+    stage = mx.array((batch.slot >= span[:, :1]) & (batch.slot < span[:, 1:]))
+    free = stage & mx.take_along_axis(masked, batch.place, axis=1)
+    ranked = mx.where(free, mx.maximum(confidence, -LARGE), -mx.inf)
     order = mx.argsort(-ranked, axis=1)
+    numbers = np.array([[row.number] for row in rows], dtype=np.float32)
     if rule.select is None:
-        counts = mx.array([[row.steps[0][2]] for row in rows])
-        order = order[:, : max(row.steps[0][2] or 0 for row in rows)]
-    confidence = mx.take_along_axis(ranked, order, axis=1)
-    if rule.select is not None:
-        counts = rule.select(confidence, batch.threshold)
+        order = order[:, : int(numbers.max())]
+        counts = mx.array(numbers.astype(np.int32))
+    else:
+        counts = rule.select(mx.take_along_axis(ranked, order, axis=1), mx.array(numbers), batch.values)
+        counts = mx.maximum(counts.astype(mx.int32), mx.array([[row.must] for row in rows], dtype=mx.int32))
+    counts = mx.minimum(counts, free.sum(axis=1, keepdims=True))
     chosen = mx.take_along_axis(tokens, order, axis=1)
     wanted = mx.arange(order.shape[1])[None] < counts
-    place = order + before
+    place = mx.take_along_axis(batch.place, order, axis=1)
     old = mx.take_along_axis(canvas, place, axis=1)
     still = mx.take_along_axis(masked, place, axis=1) & ~wanted
     canvas = mx.put_along_axis(canvas, place, mx.where(wanted, chosen, old), axis=1)
     masked = mx.put_along_axis(masked, place, still, axis=1)
-    # Random confidences say nothing about the logits.
-    broken = (~mx.isfinite(logits) if rule.draws else mx.isnan(confidence)).any()
+    broken = mx.isnan(confidence).any() | mx.isnan(logits).any() | ~(logits.max() < mx.inf)
     mx.eval(canvas, masked, order, chosen, counts, broken)
     if np.array(broken):
         raise DiffusionError(
@@ -682,41 +683,73 @@ def _read(batch: _Batch, order: np.ndarray, chosen: np.ndarray, counts: np.ndarr
     return picked
 
 
-def _choose(batch: _Batch, logits: mx.array, allowed: mx.array) -> tuple[mx.array, mx.array]:
-    """The token each position would get, and the token whose probability is its confidence: [B, W] twice. They differ
-    only where greedy decoding would have chosen an id that is never emitted."""
-    tokens, scored = mx.argmax(allowed, axis=-1), mx.argmax(logits, axis=-1)
-    if not any(row.samples for row in batch.rows):
-        return tokens, scored
-    own, counted = [], []
-    for i, row in enumerate(batch.rows):
-        columns = mx.array(batch.columns(row))
-        if row.samples:
-            own.append(_sample(row, allowed[i, columns]).astype(tokens.dtype))
-            counted.append(mx.minimum(own[-1], row.vocab_size - 1))  # a host's sampler may return anything
-        else:
-            own.append(tokens[i, columns])
-            counted.append(scored[i, columns])
-    return batch.spread(own), batch.spread(counted)
+def _choose(batch: _Batch, logits: mx.array) -> tuple[mx.array, Candidates]:
+    """The token each position would get [B, W], and what confidences are made of: the tokens there differ only where
+    greedy decoding would have chosen an id that is never emitted."""
+    rows, rule = batch.rows, batch.rule
+    counted = logits if batch.suppressed is None else logits + batch.suppressed
+    if rule.filters:
+        counted = _filtered(batch, counted)
+    allowed = counted if batch.never is None else counted + batch.never
+    tokens, scored = mx.argmax(allowed, axis=-1), mx.argmax(counted, axis=-1)
+    if any(row.samples for row in rows):
+        own, known = [], []
+        for i, row in enumerate(rows):
+            columns = mx.array(batch.columns(i))
+            if row.samples:
+                own.append(_sample(row, rule, allowed[i, columns]).astype(tokens.dtype))
+                known.append(mx.minimum(own[-1], row.vocab_size - 1))  # a host's sampler may return anything
+            else:
+                own.append(tokens[i, columns])
+                known.append(scored[i, columns])
+        tokens, scored = batch.spread(own), batch.spread(known)
+    noise = mx.zeros(tokens.shape)
+    if any(rule.draws(row.plan.values) for row in rows):
+        noise = batch.spread(
+            [
+                mx.random.uniform(shape=(len(batch.columns(i)),), key=row.draw())
+                if rule.draws(row.plan.values)
+                else mx.zeros((len(batch.columns(i)),))
+                for i, row in enumerate(rows)
+            ]
+        )
+    if batch.late is not None:
+        counted = counted + batch.late
+    return tokens, Candidates(counted, scored, noise, batch.values)
 
 
-def _sample(row: _Row, logits: mx.array) -> mx.array:
-    """Tokens [n] drawn from logits [n, V]: mlx-lm's filters on the log-probabilities, then the temperature, by the
-    Gumbel-max trick in float32 log space."""
+def _filtered(batch: _Batch, logits: mx.array) -> mx.array:
+    """The logits of the distribution that each row's tokens are drawn from: [B, W, V]."""
+    if all(not (row.options.temp or row.options.top_p or row.options.top_k or row.options.min_p) for row in batch.rows):
+        return logits
+    return mx.stack([_cut(row.options, logits[i], batch.rule.filters) for i, row in enumerate(batch.rows)])
+
+
+def _cut(options: DecodingOptions, logits: mx.array, filters: Sequence[str]) -> mx.array:
+    """Logits [n, V] over the temperature, minus infinity where a filter cuts; each filter sees what the one before
+    left, normalised."""
     from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
+    apply = {"top_p": apply_top_p, "top_k": apply_top_k, "min_p": apply_min_p}
+    logits = logits / (options.temp or 1.0)
+    for name in filters:
+        value = getattr(options, name)
+        if not value or (name == "top_p" and value >= 1) or (name == "top_k" and value >= logits.shape[-1]):
+            continue
+        logits = apply[name](logits - mx.logsumexp(logits, axis=-1, keepdims=True), value)
+    return logits
+
+
+def _sample(row: _Row, rule: Rule, logits: mx.array) -> mx.array:
+    """Tokens [n] drawn from logits [n, V], by the Gumbel-max trick in float32 log space: mlx-lm's filters on the
+    log-probabilities, then the temperature, unless the rule has filtered them already."""
     options = row.options
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     if options.sampler is not None:
-        return _call_sampler(options.sampler, logprobs)
-    if options.top_p and options.top_p < 1:
-        logprobs = apply_top_p(logprobs, options.top_p)
-    if options.min_p:
-        logprobs = apply_min_p(logprobs, options.min_p)
-    if options.top_k and options.top_k < logprobs.shape[-1]:
-        logprobs = apply_top_k(logprobs, options.top_k)
-    noise = mx.random.gumbel(logprobs.shape, dtype=mx.float32, key=row.draw())
-    return mx.argmax(logprobs / (options.temp or 1.0) + noise, axis=-1)
+        return _call_sampler(options.sampler, logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    if not rule.filters:
+        logits = _cut(replace(options, temp=None), logits, ("top_p", "min_p", "top_k")) / (options.temp or 1.0)
+    noise = mx.random.gumbel(logits.shape, dtype=mx.float32, key=row.draw())
+    return mx.argmax(logits + noise, axis=-1)
 
 
 def _call_sampler(sampler: Any, logprobs: mx.array) -> mx.array:
@@ -772,4 +805,5 @@ def _result(event: Finished, prompt: int, commits: list[Commit], released: list[
         canvas=list(event.canvas),
         commits=commits,
         logprobs=[entry for part in released for entry in part.logprobs],
+        prefills=event.prefills,
     )

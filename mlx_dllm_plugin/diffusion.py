@@ -13,10 +13,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .decode import Finished, bidirectional_forward, plan_slots, run
+from .decode import Finished, bidirectional_forward, run
 from .errors import DiffusionError
 from .families import a2d as a2d_families
 from .options import DecodingOptions
+from .plan import plan_slots
 from .runtime import A2DConfig
 from .spec import DiffusionSpec, check_mask_token_id
 

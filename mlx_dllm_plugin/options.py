@@ -112,17 +112,35 @@ class DecodingOptions:
     )
     max_denoising_steps: int | None = _option(
         "int",
-        "denoising steps for the whole canvas",
+        "denoising steps: of a whole fixed canvas, or of each block of a growing one",
         expected=f"an integer from 1 to {MOST_STEPS}",
         valid=_steps,
         common=False,
     )
     block_length: int | None = _option(
         "int",
-        "fill the canvas block by block, each of this many tokens, from left to right",
+        "fill the canvas block by block, each of this many tokens, from left to right; with block-causal attention "
+        "also the blocks of the attention",
         expected="a positive integer",
         valid=_positive,
         common=False,
+    )
+    sub_block_length: int | None = _option(
+        "int",
+        "fill each block of block-causal attention part by part, each of this many tokens (Fast-dLLM v2)",
+        expected="a positive integer",
+        valid=_positive,
+        common=False,
+    )
+    attention: str | None = _option(
+        "str",
+        "what a position sees, for families whose checkpoints do not say: all positions, or all up to its block's end",
+        choices=("bidirectional", "block_causal"),
+    )
+    logits: str | None = _option(
+        "str",
+        "which token the logits of a position predict, for families whose checkpoints do not say: its own or the next",
+        choices=("in_place", "shifted"),
     )
     unmasking: str | None = _option("str", "rule that picks the positions to commit")
     temp: float | None = _option(
@@ -152,6 +170,51 @@ class DecodingOptions:
         valid=_not_negative,
         common=False,
     )
+    entropy_bound: float | None = _option(
+        "float",
+        "commit the positions of least entropy while their entropies (nats) sum to less than this (default: 0.35)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    cfg_scale: float | None = _option(
+        "float",
+        "classifier-free guidance: two rows per forward, the second with the prompt masked; 0 is off",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    cfg_keep_tokens: tuple[int, ...] | None = _option(
+        "ints",
+        "token ids of the prompt that guidance does not mask; separated by commas",
+        expected="token ids, 0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    eos_flags: str | None = _option(
+        "str",
+        "LLaDA's two flags: logits never emits the end of sequence, confidence commits it and the end of turn last, "
+        "both does both",
+        choices=("none", "logits", "confidence", "both"),
+        common=False,
+    )
+    alg_temp: float | None = _option(
+        "float",
+        "Dream: temperature of a random choice of positions by confidence; 0 takes the most confident",
+        expected="0 (the most confident) or from 0.0001 to 10000",
+        valid=_temperature,
+        common=False,
+    )
+    eps: float | None = _option(
+        "float",
+        "Dream: the time at which its schedule ends (default: 0.001)",
+        expected="within [0, 1)",
+        valid=lambda value: 0 <= value < 1,
+        common=False,
+    )
+    alpha_schedule: str | None = _option(
+        "str", "MDLM: share of masks over time (default: linear)", choices=("linear", "cosine"), common=False
+    )
     mask_token_id: int | None = _option(
         "int", "id of the mask token, for a checkpoint that does not say", expected="0 or more", valid=_not_negative
     )
@@ -160,6 +223,13 @@ class DecodingOptions:
         "token ids never to emit, beside the mask; separated by commas",
         expected="token ids, 0 or more",
         valid=_not_negative,
+    )
+    begin_suppress_tokens: tuple[int, ...] | None = _option(
+        "ints",
+        "token ids whose positions are committed last (dllm's name; they may still be emitted); separated by commas",
+        expected="token ids, 0 or more",
+        valid=_not_negative,
+        common=False,
     )
     stop_at_eos: bool | None = _option(
         "bool", "stop when everything up to the first end-of-sequence token is committed (default: true)"

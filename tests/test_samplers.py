@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_dllm_plugin import DecodingOptions, DecodingResult, DiffusionError, bidirectional_forward, decode
-from mlx_dllm_plugin.decode import Finished, plan_slots, run
+from mlx_dllm_plugin.decode import Finished, run
 from mlx_dllm_plugin.families import FAMILIES
-from mlx_dllm_plugin.samplers import RULES
-from mlx_dllm_plugin.samplers.a2d import a2d_schedule, mlx_dllm_schedule
-from mlx_dllm_plugin.samplers.low_confidence import even_schedule, random_order, token_probability
+from mlx_dllm_plugin.plan import plan_slots
+from mlx_dllm_plugin.samplers import RULES, Candidates
+from mlx_dllm_plugin.samplers.a2d import a2d_schedule, mlx_dllm_schedule, tempered_probability
+from mlx_dllm_plugin.samplers.low_confidence import even_schedule, random_order
 from tests.models import EOS, MASK, count_forwards, tiny_model
 
-SCHEDULES = {"a2d": a2d_schedule, "mlx_dllm": mlx_dllm_schedule, "low_confidence": even_schedule}
+SCHEDULES: dict[str, Callable[..., list[Any]]] = {
+    "a2d": a2d_schedule,
+    "mlx_dllm": mlx_dllm_schedule,
+    "low_confidence": even_schedule,
+}
 
 
 def a2d_oracle(masks: int, steps: int) -> list[int]:
@@ -57,14 +63,14 @@ ORACLES = {"a2d": a2d_oracle, "mlx_dllm": mlx_dllm_oracle, "low_confidence": lla
 def test_schedules_equal_their_oracles_up_to_64(name: str) -> None:
     for masks in range(1, 65):
         for steps in range(1, 65):
-            assert SCHEDULES[name](masks, steps) == ORACLES[name](masks, steps), (masks, steps)
+            assert SCHEDULES[name](masks, steps, {}) == ORACLES[name](masks, steps), (masks, steps)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(masks=st.integers(1, 3000), steps=st.integers(1, 3000))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_schedules_commit_every_mask_once(name: str, masks: int, steps: int) -> None:
-    commits = SCHEDULES[name](masks, steps)
+    commits = SCHEDULES[name](masks, steps, {})
     assert len(commits) == steps and sum(commits) == masks and min(commits) >= 0
     assert max(commits) - min(commits) <= (1 if name == "low_confidence" else 2)
     assert commits == ORACLES[name](masks, steps)
@@ -74,7 +80,7 @@ def test_the_two_roundings_differ_in_exactly_21_places_up_to_64() -> None:
     differ = []
     for masks in range(1, 65):
         for steps in range(1, 65):
-            first, second = (np.cumsum(schedule(masks, steps)) for schedule in (a2d_schedule, mlx_dllm_schedule))
+            first, second = (np.cumsum(schedule(masks, steps, {})) for schedule in (a2d_schedule, mlx_dllm_schedule))
             differ += [(masks, steps, int(i)) for i in np.flatnonzero(first != second)]
     assert differ == [
         *((11, 22, 14), (11, 44, 29), (13, 26, 14), (13, 52, 29), (19, 38, 20), (22, 44, 14), (22, 44, 24)),
@@ -88,7 +94,7 @@ def test_the_rules_have_the_schedules_of_their_names() -> None:
     assert RULES.get("random").schedule is even_schedule
     assert set(RULES.names()) >= {"a2d", "mlx_dllm", "low_confidence", "random"}
     assert {name for name in SCHEDULES if RULES.get(name).drop_mask} == {"mlx_dllm"}
-    assert RULES.get("random").draws and not RULES.get("low_confidence").draws
+    assert RULES.get("random").draws({}) and not RULES.get("low_confidence").draws({})
 
 
 @given(seed=st.integers(0, 10**6), temperature=st.sampled_from([0.25, 1.0, 3.0]))
@@ -100,17 +106,18 @@ def test_token_probability_is_the_softmax(seed: int, temperature: float) -> None
     scaled = logits.astype(np.float64) / temperature
     softmax = np.exp(scaled) / np.exp(scaled).sum(-1, keepdims=True)
     expected = np.take_along_axis(softmax, tokens[..., None], -1)[..., 0]
-    given_temperature = mx.full((2, 1), temperature)
-    got = token_probability(mx.array(logits), mx.array(tokens), given_temperature, mx.zeros((2, 3)))
-    np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-30)
     noise = mx.array(random.random((2, 3)).astype(np.float32))
-    assert random_order(mx.array(logits), mx.array(tokens), given_temperature, noise) is noise
+    values = {"confidence_temperature": mx.full((2, 1), temperature)}
+    candidates = Candidates(mx.array(logits), mx.array(tokens), noise, values)
+    np.testing.assert_allclose(np.array(tempered_probability(candidates)), expected, rtol=1e-4, atol=1e-30)
+    assert random_order(candidates) is noise
 
 
 def test_a_confidence_at_temperature_zero_is_a_number() -> None:
     logits = mx.array([[[3.0, 1.0, -2.0]]])
+    values = {"confidence_temperature": mx.zeros((1, 1))}
     at_best, at_other = (
-        token_probability(logits, mx.array([[i]]), mx.zeros((1, 1)), mx.zeros((1, 1))).item() for i in (0, 1)
+        tempered_probability(Candidates(logits, mx.array([[i]]), mx.zeros((1, 1)), values)).item() for i in (0, 1)
     )
     assert (at_best, at_other) == (1.0, 0.0)
 
@@ -382,7 +389,7 @@ def test_masks_anywhere_and_shifted_logits_equal_a_plain_loop(model: Any, rule: 
     found = {event.row: list(event.canvas) for event in run(model, family, spec, plans) if isinstance(event, Finished)}
     for number, (row, at) in enumerate(zip(rows, slots, strict=True)):
         canvas, left = np.array(row), list(at)
-        for count in SCHEDULES[rule](len(at), 3):
+        for count in SCHEDULES[rule](len(at), 3, {}):
             logits = np.array(bidirectional_forward(model, mx.array(canvas[None]))[0]).astype(np.float64)
             logits = np.roll(logits, 1, axis=0) if shifted else logits
             scores = logits.copy()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_dllm_plugin.checkpoint import Checkpoint, open_checkpoint
-from mlx_dllm_plugin.decode import plan
+from mlx_dllm_plugin.plan import plan
 from mlx_dllm_plugin.errors import CheckpointError, DiffusionError
 from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.families.a2d import MASK_TOKEN

@@ -1,26 +1,47 @@
 """Commit rules: which masked positions a denoising step commits.
 
-A rule is data: a confidence (a pure function over arrays), and how many of the most confident positions are committed:
-a schedule (plain numbers, made before decoding starts) or a selection (another pure function).
-The loop in ``decode.py`` does the rest. A package adds one with an entry point in the group ``mlx_dllm.unmasking``
-whose object is a :class:`Rule` of the entry point's name.
+A rule is data: a confidence (a pure function over arrays), a schedule (plain numbers, made before decoding starts) and
+a selection (another pure function). The loop in ``decode.py`` does the rest. A package adds one with an entry point in
+the group ``mlx_dllm.unmasking`` whose object is a :class:`Rule` of the entry point's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..registry import Registry
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    Confidence = Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
-    Select = Callable[[mx.array, mx.array], mx.array]
+    Confidence = Callable[["Candidates"], mx.array]
+    Select = Callable[[mx.array, mx.array, Mapping[str, mx.array]], mx.array]
 
-Schedule = Callable[[int, int], list[int]]
+Schedule = Callable[[int, int, Mapping[str, Any]], list[Any]]
+
+
+class Candidates(NamedTuple):
+    """
+    What a confidence is made of; positions ascend from left to right.
+
+    Args:
+        logits: [B, W, V] float32. Of a rule with ``filters`` those of the distribution that tokens are drawn from:
+            divided by the temperature, minus infinity where top-k, top-p or min-p cut.
+        tokens: those whose probability counts [B, W].
+        noise: uniform in [0, 1) where the rule draws, else zero [B, W].
+        values: the rule's own numeric options [B, 1], by name.
+    """
+
+    logits: mx.array
+    tokens: mx.array
+    noise: mx.array
+    values: Mapping[str, mx.array]
+
+
+def _never(_: Mapping[str, Any]) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -29,25 +50,32 @@ class Rule:
     Args:
         name: what ``--unmasking`` takes.
         about: one sentence for the documentation.
-        schedule: ``(masks, steps) -> commits per step``; the sum is ``masks``. Zeros are steps without a forward.
-            None when ``select`` decides.
-        confidence: ``(logits [B, W, V] float32, tokens [B, W], temperature [B, 1], noise [B, W]) -> [B, W]``; the
-            highest are committed. ``tokens`` are those whose probability counts, ``noise`` is uniform in [0, 1).
-        select: ``(confidences [B, W], best first, minus infinity where nothing can be committed; threshold [B, 1])
-            -> how many to commit [B, 1]``, at least one. None when ``schedule`` decides.
+        confidence: ``(candidates) -> [B, W]``; the highest are committed.
+        schedule: ``(masks, steps, values) -> one number per step``: how many to commit, or with ``select`` whatever
+            that makes of it. Zeros are steps without a forward. ``values`` are the options the rule uses, and
+            ``block``, the length of the block with its known tokens. None: as many steps as ``select`` takes.
+        select: ``(confidences [B, W], best first, minus infinity where nothing can be committed; the step's number
+            [B, 1], 1 without a schedule; values) -> how many to commit [B, 1]``. None commits the step's number.
         uses: options of ``DecodingOptions`` that only some rules take and this one does.
-        draws: the confidence reads ``noise``; it is zero otherwise.
+        defaults: values of those options where neither the caller nor the family says anything.
+        steps_round_up: of ``steps`` for n blocks each block gets the quotient rounded up, instead of sharing them.
+        draws: ``(values) -> bool``: whether the confidence reads ``noise``.
         drop_mask: remove the mask id from the logits before the confidences, instead of only never choosing it.
+        filters: the order in which ``top_p``, ``top_k`` and ``min_p`` act, after the temperature, also on the
+            confidences; empty: they act in mlx-lm's way on the choice of tokens alone.
     """
 
     name: str
     about: str
-    schedule: Schedule | None
     confidence: Confidence
+    schedule: Schedule | None = None
     select: Select | None = None
     uses: frozenset[str] = field(default_factory=frozenset)
-    draws: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    steps_round_up: bool = False
+    draws: Callable[[Mapping[str, Any]], bool] = _never
     drop_mask: bool = False
+    filters: tuple[str, ...] = ()
 
 
 RULES: Registry[Rule] = Registry(
@@ -60,6 +88,15 @@ RULES: Registry[Rule] = Registry(
         "random": "mlx_dllm_plugin.samplers.low_confidence:RANDOM",
         "a2d": "mlx_dllm_plugin.samplers.a2d:A2D",
         "mlx_dllm": "mlx_dllm_plugin.samplers.a2d:MLX_DLLM",
+        "origin": "mlx_dllm_plugin.samplers.dream:ORIGIN",
+        "maskgit_plus": "mlx_dllm_plugin.samplers.dream:MASKGIT_PLUS",
+        "topk_margin": "mlx_dllm_plugin.samplers.dream:TOPK_MARGIN",
+        "entropy": "mlx_dllm_plugin.samplers.dream:ENTROPY",
+        "sequential": "mlx_dllm_plugin.samplers.sdar:SEQUENTIAL",
+        "low_confidence_static": "mlx_dllm_plugin.samplers.sdar:LOW_CONFIDENCE_STATIC",
+        "low_confidence_dynamic": "mlx_dllm_plugin.samplers.sdar:LOW_CONFIDENCE_DYNAMIC",
+        "entropy_bounded": "mlx_dllm_plugin.samplers.sdar:ENTROPY_BOUNDED",
+        "mdlm": "mlx_dllm_plugin.samplers.mdlm:MDLM",
     },
 )
 

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import mlx.core as mx
 
-from . import Rule
+from . import Candidates, Rule
+
+GUIDED = frozenset({"cfg_scale", "cfg_keep_tokens", "eos_flags"})
 
 
-def even_schedule(masks: int, steps: int) -> list[int]:
+def even_schedule(masks: int, steps: int, values: Mapping[str, Any]) -> list[int]:
     """masks // steps per step, one more in the first masks % steps (LLaDA's get_num_transfer_tokens)."""
     return [masks // steps + (step < masks % steps) for step in range(steps)]
 
 
-def token_probability(logits: mx.array, tokens: mx.array, temperature: mx.array, noise: mx.array) -> mx.array:
-    """softmax(logits / temperature) of the given tokens: [B, W]."""
-    scaled = logits / mx.maximum(temperature, 1e-6)[..., None]
-    chosen = mx.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0]
-    return mx.exp(chosen - mx.logsumexp(scaled, axis=-1))
+def token_probability(candidates: Candidates) -> mx.array:
+    """softmax(logits) of the given tokens: [B, W]."""
+    logits, tokens = candidates.logits, candidates.tokens
+    chosen = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return mx.exp(chosen - mx.logsumexp(logits, axis=-1))
 
 
-def random_order(logits: mx.array, tokens: mx.array, temperature: mx.array, noise: mx.array) -> mx.array:
+def random_order(candidates: Candidates) -> mx.array:
     """Uniform numbers, whatever the model says: [B, W]."""
-    return noise
+    return candidates.noise
 
 
 LOW_CONFIDENCE = Rule(
@@ -29,13 +34,13 @@ LOW_CONFIDENCE = Rule(
     about="LLaDA: the most confident positions, an even number per step, optionally block by block",
     schedule=even_schedule,
     confidence=token_probability,
-    uses=frozenset({"max_denoising_steps", "block_length"}),
+    uses=GUIDED | {"max_denoising_steps", "block_length"},
 )
 RANDOM = Rule(
     name="random",
     about="LLaDA: random positions, an even number per step, optionally block by block",
     schedule=even_schedule,
     confidence=random_order,
-    uses=frozenset({"max_denoising_steps", "block_length"}),
-    draws=True,
+    uses=GUIDED | {"max_denoising_steps", "block_length"},
+    draws=lambda values: True,
 )

@@ -22,6 +22,6 @@ LEFT_TO_RIGHT = Rule(
     name="left_to_right",
     about="as an autoregressive model writes",
     schedule=even_schedule,
-    confidence=lambda logits, tokens, temperature, noise: mx.zeros(tokens.shape) - mx.arange(tokens.shape[1]),
+    confidence=lambda found: mx.zeros(found.tokens.shape) - mx.arange(found.tokens.shape[1]),
     uses=frozenset({"max_denoising_steps"}),
 )
