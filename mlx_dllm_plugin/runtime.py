@@ -13,7 +13,7 @@ from .checkpoint import Checkpoint, check_weights, has_tokenizer, is_run_directo
 from .checkpoint import resolve_run_directory as _resolve
 from .decode import bidirectional_forward
 from .errors import CheckpointError, DiffusionError, note
-from .families import Family, a2d, family_of
+from .families import Family, family_of
 from .spec import FORCED, DiffusionSpec, detect, resolve
 
 __all__ = ["A2DConfig", "bidirectional_forward", "complete_run", "load", "load_with_spec"]
@@ -125,9 +125,7 @@ def _cast_on_cpu(model: Any, path: Path) -> None:
     half = (mx.bfloat16, mx.float16)
     if mx.default_device() == mx.Device(mx.cpu) and any(v.dtype in half for _, v in tree_flatten(model.parameters())):
         model.set_dtype(mx.float32)
-        note(
-            f"{path.name}: 16-bit weights are cast to float32, because MLX's CPU backend cannot gather experts in 16 bits."
-        )
+        note(f"{path.name}: weights are cast to float32: MLX's CPU backend cannot gather experts in 16 bits.")
 
 
 def _classes(family: Family, get_model_classes: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
