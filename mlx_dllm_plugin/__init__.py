@@ -21,7 +21,7 @@ from .compat import UpstreamDriftWarning  # noqa: E402
 from .patches import activate, deactivate, is_active  # noqa: E402
 
 if TYPE_CHECKING:
-    from .decode import DecodingResult, bidirectional_forward, decode, stream_decode
+    from .decode import DecodingResult, bidirectional_forward, decode, infill, stream_decode
     from .demo import demo_path
     from .diffusion import denoise, generate
     from .errors import DiffusionError
@@ -44,6 +44,7 @@ __all__ = [
     "demo_path",
     "denoise",
     "generate",
+    "infill",
     "is_active",
     "load",
     "stream_decode",
@@ -57,6 +58,7 @@ _LAZY = {
     "DiffusionSpec": "spec",
     "bidirectional_forward": "decode",
     "decode": "decode",
+    "infill": "decode",
     "demo_path": "demo",
     "denoise": "diffusion",
     "generate": "diffusion",

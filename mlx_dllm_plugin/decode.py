@@ -20,7 +20,7 @@ from .errors import DiffusionError
 from .families import FAMILIES, Family
 from .families.a2d import whole
 from .options import DecodingOptions
-from .plan import Plan, Stage, plan
+from .plan import Plan, Stage, plan, plan_slots
 from .samplers import Candidates, Rule
 from .spec import DiffusionSpec
 
@@ -181,16 +181,60 @@ def decode(
         DiffusionError: see :func:`stream_decode`.
     """
     rows, single = _as_rows(prompts)
-    results: list[DecodingResult | None] = [None] * len(rows)
-    commits: list[list[Commit]] = [[] for _ in rows]
-    released: list[list[Released]] = [[] for _ in rows]
-    for event in stream_decode(model, rows, options, stream=stream):
-        if isinstance(event, Commit):
-            commits[event.row].append(event)
-        elif isinstance(event, Released):
-            released[event.row].append(event)
-        elif isinstance(event, Finished):
-            results[event.row] = _result(event, len(rows[event.row]), commits[event.row], released[event.row])
+    results = _collect(stream_decode(model, rows, options, stream=stream), [len(row) for row in rows])
+    return results[0] if single else results
+
+
+def infill(
+    model: Any,
+    canvas: Sequence[int] | Sequence[Sequence[int]],
+    masked: Sequence[bool] | Sequence[Sequence[bool]],
+    options: DecodingOptions | Sequence[DecodingOptions] | None = None,
+    *,
+    stream: Any = None,
+) -> Any:
+    """
+    Fill holes anywhere in a text. Tokens that are not masked never change.
+
+    Args:
+        canvas: token ids of one text, or a list of such; what stands at masked positions does not matter.
+        masked: which positions are holes, of the same shape. A mask id elsewhere is text.
+        options: as in :func:`decode`, for all rows or one per row. Blocks of ``block_length`` count from position 0,
+            and without ``stop_at_eos`` an end of sequence in a hole is a token like any other.
+
+    Returns:
+        DecodingResult: for one text, a list of them for a batch. ``canvas`` is the filled text, ``tokens`` are those
+        of the holes from left to right.
+
+    Raises:
+        DiffusionError: as :func:`decode`; shapes that differ; no hole; a model with block-causal attention.
+    """
+    spec = spec_of(model)
+    rows, single = _as_rows(canvas)
+    marks = [list(masked)] if single else [list(row) for row in masked]  # type: ignore[arg-type]
+    own = _options_of(options, len(rows))
+    plans = []
+    for number, (row, mark, given) in enumerate(zip(rows, marks, own, strict=False)):
+        what = "The canvas" if single else f"Row {number} of the canvas"
+        if len(row) != len(mark) or len(marks) != len(rows):
+            raise DiffusionError(
+                f"{what} has {len(row)} tokens and {len(mark)} marks: say of each whether it is a hole."
+            )
+        if spec.attention == "block_causal" and given.attention != "bidirectional":
+            raise DiffusionError(
+                f"Filling holes needs attention to both sides, and the family {spec.family} sees no further than the "
+                "end of a block: use a bidirectional checkpoint."
+            )
+        for name in ("max_tokens", "canvas_length"):
+            if getattr(given, name) is not None:
+                raise DiffusionError(f"{name} means nothing when holes are filled: leave it out.")
+        slots = [i for i, is_hole in enumerate(mark) if is_hole]
+        if not slots:
+            raise DiffusionError(f"{what} has no hole: mark at least one position.")
+        given = replace(given, stop_at_eos=bool(given.stop_at_eos))
+        filler = replace(spec, defaults={name: v for name, v in spec.defaults.items() if name != "block_length"})
+        plans.append((plan_slots(filler, row, slots, given, origin=0), given))
+    results = _collect(run(model, family_on(model), spec, plans, stream), [0] * len(rows))
     return results[0] if single else results
 
 
@@ -211,17 +255,7 @@ def stream_decode(
     """
     spec = spec_of(model)
     prompt_rows, _ = _as_rows(prompts)
-    if options is None or isinstance(options, DecodingOptions):
-        per_row = [options or DecodingOptions()] * len(prompt_rows)
-    else:
-        per_row = list(options) if isinstance(options, Sequence) else [options]
-        wrong = next((own for own in per_row if not isinstance(own, DecodingOptions)), None)
-        if wrong is not None or None in per_row:
-            raise DiffusionError(f"Options must be DecodingOptions, one or a list of them, got {wrong!r}.")
-        if len(per_row) != len(prompt_rows):
-            raise DiffusionError(
-                f"Options must be one for all rows or one per row: {len(per_row)} for {len(prompt_rows)} prompts."
-            )
+    per_row = _options_of(options, len(prompt_rows))
     rows = [(plan(spec, prompt, own), own) for prompt, own in zip(prompt_rows, per_row, strict=True)]
     return run(model, family_on(model), spec, rows, stream)
 
@@ -666,6 +700,9 @@ def _read(batch: _Batch, order: np.ndarray, chosen: np.ndarray, counts: np.ndarr
     picked: Picked = []
     for i, row in enumerate(batch.rows):
         count = int(counts[i, 0])
+        if not count:
+            picked.append((row, [], [], ()))
+            continue
         by_column = np.argsort(order[i, :count])
         columns, tokens = order[i, by_column], chosen[i, by_column]
         if row.samples:
@@ -792,6 +829,34 @@ def _as_rows(prompts: Any) -> tuple[list[list[int]], bool]:
             if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
                 raise DiffusionError(f"A prompt must be a list of token ids, got {token!r} in it.")
     return [[int(token) for token in row] for row in rows], single
+
+
+def _options_of(options: Any, rows: int) -> list[DecodingOptions]:
+    """One of them per row."""
+    if options is None or isinstance(options, DecodingOptions):
+        return [options or DecodingOptions()] * rows
+    per_row = list(options) if isinstance(options, Sequence) else [options]
+    wrong = next((own for own in per_row if not isinstance(own, DecodingOptions)), None)
+    if wrong is not None or None in per_row:
+        raise DiffusionError(f"Options must be DecodingOptions, one or a list of them, got {wrong!r}.")
+    if len(per_row) != rows:
+        raise DiffusionError(f"Options must be one for all rows or one per row: {len(per_row)} for {rows} prompts.")
+    return per_row
+
+
+def _collect(events: Iterator[Event], prompts: Sequence[int]) -> list[Any]:
+    """The results of rows with prompts of these lengths."""
+    results: list[DecodingResult | None] = [None] * len(prompts)
+    commits: list[list[Commit]] = [[] for _ in prompts]
+    released: list[list[Released]] = [[] for _ in prompts]
+    for event in events:
+        if isinstance(event, Commit):
+            commits[event.row].append(event)
+        elif isinstance(event, Released):
+            released[event.row].append(event)
+        elif isinstance(event, Finished):
+            results[event.row] = _result(event, prompts[event.row], commits[event.row], released[event.row])
+    return results
 
 
 def _result(event: Finished, prompt: int, commits: list[Commit], released: list[Released]) -> DecodingResult:

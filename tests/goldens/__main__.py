@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import a2d
+from . import a2d, cases
 
 KINDS = ("decode", "likelihood", "vector", "forward")
 
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for folder in found:
             if a2d.is_run(folder):
                 rows += [row for row in a2d.replay(folder) if args.kind in (None, row.kind)]
+            elif cases.is_checkpoint(folder):
+                rows += cases.replay(folder, (args.kind,) if args.kind else KINDS)
             else:
                 rows.append(a2d.Row(folder.name, "-", "-", "this version cannot express goldens of this family"))
     for row in rows:
