@@ -2,7 +2,7 @@
 
 import sys
 
-OURS = ("info",)
+OURS = ("infill", "info")
 
 USAGE = f"""\
 usage: python -m mlx_dllm_plugin COMMAND ...

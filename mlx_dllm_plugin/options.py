@@ -5,6 +5,7 @@ Each field's metadata holds what is known about it. A value of None means "the f
 
 from __future__ import annotations
 
+import argparse
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -292,6 +293,44 @@ def parse(option: Field[Any], text: str) -> Any:
     except (ValueError, KeyError):
         raise DiffusionError(_refusal(option, text)) from None
     return _checked(option, value)
+
+
+def add_arguments(
+    group: Any, prefix: str = "", wanted: Callable[[Field[Any]], bool] = lambda option: True
+) -> dict[str, argparse.Action]:
+    """
+    Offer the options of the table that are for command lines on an argparse group, without defaults.
+
+    Args:
+        prefix: of their names in the namespace.
+        wanted: which of them.
+
+    Returns:
+        dict: the actions by option name.
+    """
+    actions = {}
+    for option in table():
+        if option.metadata["cli"] and wanted(option):
+            actions[option.name] = group.add_argument(
+                "--" + option.name.replace("_", "-"),
+                dest=prefix + option.name,
+                default=None,
+                type=_argument(option),
+                choices=option.metadata["choices"] or None,
+                metavar=None if option.metadata["choices"] else option.name.upper(),
+                help=option.metadata["help"],
+            )
+    return actions
+
+
+def _argument(option: Field[Any]) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return parse(option, text)
+        except DiffusionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 def _check(options: Any) -> None:

@@ -54,7 +54,7 @@ class DiffusionSpec:
     sources: Mapping[str, str] = field(default_factory=dict)
     block_origin: Literal["start", "prompt_end"] = "start"
     stop_token_ids: tuple[int, ...] = ()
-    variants: frozenset[str] = frozenset()
+    variants: tuple[str, ...] = ()
 
 
 def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
@@ -150,7 +150,7 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
         mask_token_id=mask,
         eos_token_ids=(*eos, *sorted(stops - set(eos))),
         stop_token_ids=tuple(sorted(stops - set(eos))),
-        variants=family.variants,
+        variants=tuple(sorted(family.variants)),
         vocab_size=vocab_size,
         context_length=context,
         defaults={name: value for name, (value, _) in defaults.items()},

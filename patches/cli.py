@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import inspect
 import os
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 from ..demo import demo_path
 from ..errors import PREFIX, DiffusionError, note
-from ..options import LoadOptions, merge, parse, split, table
+from ..options import LoadOptions, add_arguments, merge, split, table
 
 _PREFIX = "_mlx_dllm_"
 
@@ -168,22 +167,13 @@ class _Parser(argparse.ArgumentParser):
 
     def _extend(self) -> dict[str, argparse.Action]:
         if self._ours is None:
-            self._ours = {}
-            group = self.add_argument_group("diffusion options (mlx-dllm-plugin)")
             taken = set(self._option_string_actions)
-            for option in table():
-                flag = "--" + option.name.replace("_", "-")
-                if not option.metadata["cli"] or option.metadata["host"] or flag in taken:
-                    continue
-                self._ours[option.name] = group.add_argument(
-                    flag,
-                    dest=_PREFIX + option.name,
-                    default=None,
-                    type=_type_of(option),
-                    choices=option.metadata["choices"] or None,
-                    metavar=None if option.metadata["choices"] else option.name.upper(),
-                    help=option.metadata["help"],
-                )
+            group = self.add_argument_group("diffusion options (mlx-dllm-plugin)")
+            self._ours = add_arguments(
+                group,
+                _PREFIX,
+                lambda o: not o.metadata["host"] and "--" + o.name.replace("_", "-") not in taken,
+            )
         return self._ours
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -242,16 +232,6 @@ class _Parser(argparse.ArgumentParser):
         found = super()._get_option_tuples(option_string)  # type: ignore[misc]
         ours = set((self._ours or {}).values())
         return [match for match in found if match[0] not in ours] or found
-
-
-def _type_of(option: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        try:
-            return parse(option, text)
-        except DiffusionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
 
 
 # Options of mlx_lm.generate that have no meaning when a fixed canvas is denoised.

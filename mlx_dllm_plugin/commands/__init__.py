@@ -12,10 +12,11 @@ from ..errors import PREFIX, DiffusionError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mlx-dllm`. Returns the exit status: 0, or 1 with one sentence on stderr."""
-    from . import info
+    from . import infill, info
 
     parser = argparse.ArgumentParser(prog="mlx-dllm", description="Diffusion language models in mlx-lm and mlx-vlm.")
     subparsers = parser.add_subparsers(dest="command", required=True)
+    infill.add(subparsers)
     info.add(subparsers)
     args = parser.parse_args(argv)
     try:
