@@ -122,7 +122,7 @@ def test_json_holds_the_same(path: Path, ar: Path, info: Info) -> None:
     spec = answer["spec"]
     for name, (value, source) in rows(info(path)).items():
         held = spec.get(name, spec["defaults"].get(name))
-        shown = ", ".join(map(str, held)) if isinstance(held, list) else str(held)
+        shown = (", ".join(map(str, held)) or "-") if isinstance(held, list) else str(held)
         assert shown == value and spec["sources"][name] == source
 
     outcome = info(ar, "--json")

@@ -12,12 +12,18 @@ from mlx_dllm_plugin.errors import DiffusionError
 from mlx_dllm_plugin.options import MODES, DecodingOptions, LoadOptions, merge, parse, split, table
 
 BY_NAME = {option.name: option for option in table()}
-POSITIVE = ("canvas_length", "max_denoising_steps", "block_length")
+POSITIVE = ("canvas_length", "max_denoising_steps", "block_length", "sub_block_length")
 NOT_NEGATIVE_INT = ("top_k", "seed", "mask_token_id")
-NOT_NEGATIVE_FLOAT = ("temp", "confidence_temperature", "threshold")
+NOT_NEGATIVE_FLOAT = ("temp", "confidence_temperature", "threshold", "entropy_bound", "cfg_scale", "alg_temp")
 SHARES = ("top_p", "min_p")
-IDS = ("suppress_tokens", "eos_token_ids")
+IDS = ("suppress_tokens", "begin_suppress_tokens", "cfg_keep_tokens", "eos_token_ids")
 BOOLS = ("stop_at_eos", "full_logprobs")
+CHOICES = {
+    "attention": ("bidirectional", "block_causal"),
+    "logits": ("in_place", "shifted"),
+    "eos_flags": ("none", "logits", "confidence", "both"),
+    "alpha_schedule": ("linear", "cosine"),
+}
 
 
 def refused(sentence: str, **values: Any) -> None:
@@ -28,8 +34,21 @@ def refused(sentence: str, **values: Any) -> None:
 
 
 def test_every_option_is_covered_by_these_tests() -> None:
-    covered = {*POSITIVE, *NOT_NEGATIVE_INT, *NOT_NEGATIVE_FLOAT, *SHARES, *IDS, *BOOLS}
+    covered = {*POSITIVE, *NOT_NEGATIVE_INT, *NOT_NEGATIVE_FLOAT, *SHARES, *IDS, *BOOLS, *CHOICES, "eps"}
     assert set(BY_NAME) == covered | {"max_tokens", "unmasking", "sampler", "mode", "family", "tokenizer"}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("value", ["", "other", 1, True, ("linear",)])
+def test_choices_are_named_when_the_value_is_none_of_them(name: str, value: Any) -> None:
+    refused(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}.", **{name: value})
+    assert [getattr(DecodingOptions(**{name: choice}), name) for choice in CHOICES[name]] == list(CHOICES[name])
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, 1.0, float("nan"), True, "0.1"])
+def test_eps_lies_below_one(value: Any) -> None:
+    refused(f"eps must be within [0, 1), got {value!r}.", eps=value)
+    assert DecodingOptions(eps=0).eps == 0.0
 
 
 @pytest.mark.parametrize("value", [0, -2, True, "5", 1.5, float("nan")])
@@ -59,7 +78,8 @@ def test_counts_and_ids_are_integers_from_zero(name: str, value: Any) -> None:
 @pytest.mark.parametrize("name", NOT_NEGATIVE_FLOAT)
 @pytest.mark.parametrize("value", [-0.1, -1, float("nan"), float("inf"), True, "1", [1]])
 def test_temperatures_are_finite_and_not_negative(name: str, value: Any) -> None:
-    expected = "0 (greedy) or from 0.0001 to 10000" if name == "temp" else "0 or more"
+    words = {"temp": "0 (greedy) or from 0.0001 to 10000", "alg_temp": "0 (the most confident) or from 0.0001 to 10000"}
+    expected = words.get(name, "0 or more")
     refused(f"{name} must be {expected}, got {value!r}.", **{name: value})
     assert getattr(DecodingOptions(**{name: 0}), name) == 0
     assert getattr(DecodingOptions(**{name: 1.5}), name) == 1.5

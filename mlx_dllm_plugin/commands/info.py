@@ -96,6 +96,6 @@ def _print(checkpoint: Checkpoint, spec: DiffusionSpec, problems: list[str]) -> 
 
 
 def _shown(value: Any) -> str:
-    if value is None:
+    if value is None or value == ():
         return "-"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
