@@ -189,7 +189,7 @@ def prepare(path: Path, overrides: dict[str, Any] | None, options: LoadOptions) 
         return None
     if options.mode == "ar":
         raise DiffusionError(
-            f"{path} is a bidirectional diffusion checkpoint of the family {family.name}, which writes nonsense when "
+            f"{path} is a diffusion checkpoint of the family {family.name}, which writes nonsense when "
             "decoded autoregressively: leave out --mode ar."
         )
     spec = resolve(checkpoint, family)

@@ -234,13 +234,13 @@ class _Parser(argparse.ArgumentParser):
         return [match for match in found if match[0] not in ours] or found
 
 
-# Options of mlx_lm.generate that have no meaning when a fixed canvas is denoised.
+# Options of mlx_lm.generate that have no meaning when a canvas is denoised.
 NO_MEANING = {
     "draft_model": "speculative decoding drafts tokens from left to right",
-    "prompt_cache_file": "the prompt is computed anew in every step, so there is no prompt cache",
-    "prompt_cache": "the prompt is computed anew in every step, so there is no prompt cache",
-    "kv_bits": "the prompt is computed anew in every step, so there is no KV cache",
-    "max_kv_size": "the prompt is computed anew in every step, so there is no KV cache",
+    "prompt_cache_file": "diffusion decoding keeps no keys and values between requests",
+    "prompt_cache": "diffusion decoding keeps no keys and values between requests",
+    "kv_bits": "its keys and values are neither quantized nor dropped",
+    "max_kv_size": "its keys and values are neither quantized nor dropped",
     "input_embeddings": "canvases are made of token ids",
 }
 

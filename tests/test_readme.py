@@ -12,6 +12,7 @@ import pytest
 
 from mlx_dllm_plugin.commands import main
 from mlx_dllm_plugin.compat import TESTED
+from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.options import table
 from mlx_dllm_plugin.samplers import RULES, users
 
@@ -23,6 +24,17 @@ def between(marker: str) -> str:
     found = re.search(rf"<!-- {marker}:[^\n]*-->\n(.*?)<!-- end of {marker} -->", README, re.DOTALL)
     assert found, f"the README has no part {marker!r}"
     return found[1]
+
+
+def families_table() -> str:
+    rows = []
+    for family in FAMILIES.builtin():
+        mask = " ".join(filter(None, [family.mask_token and f"`{family.mask_token}`", str(family.mask_token_id or "")]))
+        kind = f"{family.logits}, {family.attention}".replace("_", "-")
+        cells = [f"`{family.name}`", family.about, mask, kind, f"`{family.unmasking}`", family.verified]
+        rows.append(f"| {' | '.join(cells).replace('<|', '<\\|').replace('|>', '\\|>')} |\n")
+    head = "| family | repositories | mask | logits, attention | default rule | checked against |\n"
+    return head + "|---|---|---|---|---|---|\n" + "".join(rows)
 
 
 def test_the_options_are_those_of_the_table() -> None:
@@ -47,6 +59,10 @@ def test_what_is_said_of_the_demo_is_what_was_measured() -> None:
 def test_the_rules_are_the_registered_ones() -> None:
     rows = [f"| `{rule.name}` | {rule.about} |\n" for rule in RULES.builtin()]
     assert between("rules") == "| rule | what it commits |\n|---|---|\n" + "".join(rows)
+
+
+def test_the_families_are_the_registered_ones() -> None:
+    assert between("families") == families_table()
 
 
 def test_info_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

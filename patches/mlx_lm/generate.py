@@ -98,7 +98,7 @@ def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
         return None
     if mode == "ar":
         raise DiffusionError(
-            f"This is a bidirectional diffusion model of the family {spec.family}, which writes nonsense when decoded "
+            f"This is a diffusion model of the family {spec.family}, which writes nonsense when decoded "
             "autoregressively: leave out mode 'ar'."
         )
     if load.get("family") not in (None, spec.family):
