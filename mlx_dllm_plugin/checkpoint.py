@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 from .errors import CheckpointError
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model", "vocab.txt")
+
+# Tokenizer classes that only are code beside the weights -> the type under which transformers has the same one.
+_SAME_TOKENIZER = {"DreamTokenizer": "qwen2"}
 
 
 class Checkpoint:
@@ -180,6 +184,51 @@ def check_weights(path: Path) -> None:
 def has_tokenizer(path: Path) -> bool:
     """Whether any file is there that a tokenizer can be built from."""
     return any((path / name).is_file() for name in TOKENIZER_FILES)
+
+
+def tokenizer_arguments(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Arguments with which transformers' AutoTokenizer neither runs code of the checkpoint nor asks on the terminal
+    whether it may, unless the caller has allowed it with ``trust_remote_code``.
+
+    Args:
+        path: directory with the tokenizer files.
+        given: the caller's arguments.
+
+    Raises:
+        CheckpointError: a tokenizer that nothing but the checkpoint's own code can build.
+    """
+    arguments = dict(given)
+    if arguments.get("trust_remote_code"):
+        return arguments
+    arguments["trust_remote_code"] = False
+    from transformers import PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+
+    model = read_json(path / "config.json", required=False)
+    if model.get("model_type") not in CONFIG_MAPPING_NAMES:
+        # transformers would warn of a type it does not know, and take nothing else from the configuration.
+        arguments.setdefault("config", PretrainedConfig.from_dict({"tokenizer_class": model.get("tokenizer_class")}))
+    config = read_json(path / "tokenizer_config.json", required=False)
+    declared = config.get("tokenizer_class")
+    if "tokenizer_type" in arguments or (isinstance(declared, str) and tokenizer_class_from_name(declared) is not None):
+        return arguments
+    kind = _SAME_TOKENIZER.get(str(declared).removesuffix("Fast"))
+    auto_map = config.get("auto_map")
+    own_code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
+    if kind is None and not own_code:
+        return arguments
+    if kind is None and (path / "tokenizer.json").is_file():
+        # That file says all by itself, so any type that adds nothing will do.
+        kind = next((k for k, name in TOKENIZER_MAPPING_NAMES.items() if name == "TokenizersBackend"), None)
+    if kind is None:
+        raise CheckpointError(
+            f"{path}: its tokenizer {declared or own_code!r} exists only as code beside the weights, which is not run "
+            "unasked: read it, and allow it with --trust-remote-code, in Python tokenizer_config="
+            "{'trust_remote_code': True}."
+        )
+    return {**arguments, "tokenizer_type": kind}
 
 
 def _check_safetensors(file: Path) -> None:

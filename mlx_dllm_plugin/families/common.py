@@ -81,8 +81,11 @@ def prepare_qwen3(config: dict[str, Any]) -> None:
 
 
 def prepare_qwen3_moe(config: dict[str, Any]) -> None:
-    """For mlx-lm's Qwen3-MoE, which asks for what transformers leaves out at its default."""
+    """For mlx-lm's Qwen3-MoE, which asks for what transformers leaves out at its default, and for the number of experts
+    under its old name."""
     _shared(config)
+    if "num_local_experts" in config:
+        config.setdefault("num_experts", config["num_local_experts"])
     a2d.only(config, "attention_bias", False)
     heads = config.get("num_attention_heads") or 1
     config.setdefault("head_dim", config.get("hidden_size", 0) // heads)
@@ -98,15 +101,15 @@ def prepare_llama(config: dict[str, Any]) -> None:
 
 
 def declares(config: dict[str, Any], *patterns: str) -> str | None:
-    """The first name among ``architectures`` and the values of ``auto_map`` that holds one of the patterns, or None.
-    Case does not matter."""
+    """The first name among ``architectures`` and the values of ``auto_map`` in which one of the patterns is found, or
+    None. Case does not matter."""
     architectures = config.get("architectures") or ()
     found = [architectures] if isinstance(architectures, str) else list(architectures)
     auto_map = config.get("auto_map")
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         found += value if isinstance(value, list) else [value]
     names = (name for name in found if isinstance(name, str))
-    return next((name for name in names if any(p.lower() in name.lower() for p in patterns)), None)
+    return next((name for name in names if any(re.search(p, name, re.IGNORECASE) for p in patterns)), None)
 
 
 def named(checkpoint: Checkpoint, pattern: str) -> tuple[re.Match[str], str] | None:

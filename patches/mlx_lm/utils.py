@@ -9,6 +9,8 @@ from typing import Any
 from ...errors import CheckpointError, DiffusionError
 from .. import Patch, Redirect, cli, is_applied
 
+_WITHOUT_WEIGHTS = ["*.json", "*.py", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
+
 
 def download(original: Any, /, path_or_hf_repo: Any, *args: Any, **kwargs: Any) -> Path:
     """`_download`, which also resolves a run directory to what is loaded from it."""
@@ -89,15 +91,17 @@ def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
 def load_tokenizer(
     original: Any, /, model_path: Any, tokenizer_config_extra: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """`load_tokenizer`, which takes the tokenizer from elsewhere on request, and never makes up an empty one."""
-    from ...checkpoint import has_tokenizer, resolve_run_directory
+    """`load_tokenizer`, which takes the tokenizer from elsewhere on request, and of a diffusion checkpoint never makes
+    up an empty one, and runs none of its code unasked."""
+    from ...checkpoint import has_tokenizer, resolve_run_directory, tokenizer_arguments
     from ...spec import detect_at
 
     extra = dict(tokenizer_config_extra or {})
     if not is_applied("mlx_lm.utils", "load_model") and detect_at(Path(model_path)) is not None:
         _require("mlx_lm.utils", "load_model")
     source = extra.pop("tokenizer", None) or cli.load_options().tokenizer
-    path = Path(model_path)
+    model_path = path = _local(Path(model_path))
+    diffusion = _is_diffusion(path)
     if source is not None:
         path = Path(source)
         if path.is_dir():
@@ -105,21 +109,46 @@ def load_tokenizer(
         if not has_tokenizer(path):
             raise CheckpointError(f"{source} has no tokenizer files (tokenizer.json, vocab.json, tokenizer.model).")
         model_path = path
-    elif (path / "config.json").is_file() and not has_tokenizer(path):
-        options = cli.load_options()
-        if options.mode == "diffusion" or detect_at(path, options.family) is not None:
-            raise CheckpointError(
-                f"{path} has no tokenizer files: give the directory of the source model's tokenizer with "
-                "--tokenizer DIR, in Python tokenizer_config={'tokenizer': DIR}."
-            )
+    elif diffusion and not has_tokenizer(path):
+        raise CheckpointError(
+            f"{path} has no tokenizer files: give the directory of the source model's tokenizer with "
+            "--tokenizer DIR, in Python tokenizer_config={'tokenizer': DIR}."
+        )
+    if diffusion:
+        return original(model_path, tokenizer_arguments(path, extra), *args, **kwargs)
     return original(model_path, extra if tokenizer_config_extra is not None else None, *args, **kwargs)
 
 
+def _local(path: Path) -> Path:
+    """The directory that a local path or a hub id stands for: what is in it must be known before its code can run."""
+    from mlx_lm import utils
+
+    if path.exists():
+        return _usable(path)
+    return Path(utils._download(str(path), allow_patterns=_WITHOUT_WEIGHTS))
+
+
+def _is_diffusion(path: Path) -> bool:
+    """Whether a directory holds a diffusion checkpoint, or one that is refused. A config.json that cannot be read is
+    the host's affair."""
+    from ...spec import detect_at
+
+    options = cli.load_options()
+    try:
+        return (path / "config.json").is_file() and (
+            options.mode == "diffusion" or detect_at(path, options.family) is not None
+        )
+    except CheckpointError:
+        return False
+    except DiffusionError:
+        return True
+
+
 def sharded_load(original: Any, /, repo: Any, *args: Any, **kwargs: Any) -> Any:
-    """`sharded_load`: distributed decoding is refused, a local checkpoint before the host says that it cannot shard
-    GPT-2 at all."""
+    """`sharded_load`: distributed decoding is refused, before the host says that it cannot shard GPT-2 at all, and
+    before it runs the code of a tokenizer, which it allows by itself."""
     what = "Distributed loading (mlx_lm.utils.sharded_load)"
-    cli.refuse_checkpoint(Path(repo), what)
+    cli.refuse_checkpoint(_local(Path(repo)), what)
     loaded = original(repo, *args, **kwargs)
     cli.refuse_if_diffusion(loaded[0], what)
     return loaded

@@ -10,9 +10,16 @@ from .. import Patch, Redirect
 
 
 def load_model(original: Any, /, model_path: Any, *args: Any, **kwargs: Any) -> Any:
-    from ...spec import detect_at
+    from ...checkpoint import open_checkpoint, resolve_run_directory
+    from ...families.refused import is_mlx_vlms
+    from ...spec import detect
 
-    family = detect_at(Path(model_path))
+    path = resolve_run_directory(Path(model_path))
+    checkpoint = open_checkpoint(path) if (path / "config.json").is_file() else None
+    # Diffusion that mlx-vlm has itself is refused to mlx-lm alone.
+    if checkpoint is None or is_mlx_vlms(checkpoint):
+        return original(model_path, *args, **kwargs)
+    family = detect(checkpoint)
     if family is not None:
         raise DiffusionError(
             f"{model_path} is a diffusion checkpoint of the family {family.name}, which mlx-vlm would decode "

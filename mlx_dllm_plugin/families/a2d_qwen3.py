@@ -1,0 +1,61 @@
+"""dllm's conversions of Qwen3, trained with MDLM (bidirectional) or BD3LM (block-causal). Their configurations do not
+tell the two apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from . import Family, a2d, common
+
+SOURCE = "dllm's samplers"
+
+
+def shape(checkpoint: Checkpoint) -> dict[str, tuple[Any, str]]:
+    """A name with bd3lm in it is all there is to go by."""
+    said = common.named(checkpoint, "bd3lm")
+    return {} if said is None else {"attention": ("block_causal", said[1]), "canvas": ("growing", said[1])}
+
+
+def hint(checkpoint: Checkpoint) -> str:
+    said = common.named(checkpoint, "bd3lm")
+    which = "BD3LM (block_causal)" if said else "MDLM (bidirectional)"
+    why = f"because of {said[1]}" if said else "because no name of it has 'bd3lm' in it"
+    return (
+        f"{checkpoint.path.name}: dllm's MDLM and BD3LM checkpoints declare the same; this one is taken for {which} "
+        f"{why}; --attention block_causal|bidirectional decides."
+    )
+
+
+def defaults(checkpoint: Checkpoint) -> dict[str, tuple[Any, str]]:
+    return {"max_tokens": (128, SOURCE), "block_length": (32, SOURCE)}
+
+
+def family(kind: str, **own: Any) -> Family:
+    """A family of conversions of one of mlx-lm's models."""
+    model_type = f"a2d-{kind}"
+    return Family(
+        name=f"a2d_{kind}",
+        model_types=(model_type,),
+        claims=lambda checkpoint: checkpoint.config.get("model_type") == model_type,
+        defaults=defaults,
+        unmasking="mdlm",
+        block_origin="prompt_end",
+        variants=frozenset({"attention", "logits"}),
+        shape=shape,
+        hint=hint,
+        architecture=lambda config: f"mlx_lm.models.{kind}",
+        mask_token="<|mask|>",
+        stop_tokens=("<|im_end|>",),
+        sanitize=common.plain,
+        hidden=a2d.decoder,
+        head=a2d.either_head,
+        **own,
+    )
+
+
+FAMILY = family(
+    "qwen3",
+    prepare_config=common.prepare_qwen3,
+    about="dllm-hub/Qwen3-0.6B-diffusion-{mdlm,bd3lm}-v0.1",
+)
