@@ -32,7 +32,7 @@ def families_table() -> str:
         mask = " ".join(filter(None, [family.mask_token and f"`{family.mask_token}`", str(family.mask_token_id or "")]))
         kind = f"{family.logits}, {family.attention}".replace("_", "-")
         cells = [f"`{family.name}`", family.about, mask, kind, f"`{family.unmasking}`", family.verified]
-        rows.append(f"| {' | '.join(cells).replace('<|', '<\\|').replace('|>', '\\|>')} |\n")
+        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |\n")
     head = "| family | repositories | mask | logits, attention | default rule | checked against |\n"
     return head + "|---|---|---|---|---|---|\n" + "".join(rows)
 

@@ -85,7 +85,10 @@ def _print(checkpoint: Checkpoint, spec: DiffusionSpec, problems: list[str]) -> 
     print(checkpoint.path)
     if checkpoint.provenance:
         print(f"warning: {checkpoint.provenance}")
-    rows = [(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.name not in ("defaults", "sources")]
+    left_out = {"defaults", "sources"} | {name for name in ("stop_token_ids", "variants") if not getattr(spec, name)}
+    if spec.attention == "bidirectional" and "attention" not in spec.variants:
+        left_out.add("block_origin")
+    rows = [(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.name not in left_out]
     rows += [(name, value) for name, value in spec.defaults.items()]
     shown = [(name, _shown(value), spec.sources.get(name, "")) for name, value in rows]
     first, second = (max(len(row[i]) for row in shown) for i in (0, 1))

@@ -14,6 +14,7 @@ from ..options import MOST_STEPS
 from . import Family, Weights
 
 MASK_TOKEN = "<|mdlm_mask|>"
+PARITY = "random models against transformers without its causal mask"
 
 
 def claims(model_type: str) -> Callable[[Checkpoint], bool]:
@@ -70,8 +71,9 @@ def family(model_type: str, **own: Any) -> Family:
         defaults=defaults,
         unmasking="a2d",
         a2d=True,
+        about=f"a2d conversions of {model_type}",
         mask_token=MASK_TOKEN,
-        **own,
+        **{"verified": f"a2d's own runs: logits, ids, every step; {PARITY}", **own},
     )
 
 

@@ -58,4 +58,5 @@ FAMILY = family(
     "qwen3",
     prepare_config=common.prepare_qwen3,
     about="dllm-hub/Qwen3-0.6B-diffusion-{mdlm,bd3lm}-v0.1",
+    verified="tiny checkpoints in their layout against dllm's samplers: logits, ids, every step",
 )

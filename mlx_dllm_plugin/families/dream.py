@@ -34,4 +34,5 @@ FAMILY = Family(
     hidden=a2d.decoder,
     head=a2d.either_head,
     about="Dream-org/Dream-v0-{Base,Instruct}-7B, Dream-org/Dream-Coder-v0-*-7B, apple/DiffuCoder-7B-*",
+    verified="a tiny checkpoint in its layout against its PyTorch code: logits, ids, every step",
 )

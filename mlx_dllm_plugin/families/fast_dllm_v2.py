@@ -45,4 +45,5 @@ FAMILY = Family(
     hidden=a2d.decoder,
     head=a2d.either_head,
     about="Efficient-Large-Model/Fast_dLLM_v2_{1.5B,7B}",
+    verified="a tiny checkpoint in its layout against its authors' code: logits, ids, every step",
 )

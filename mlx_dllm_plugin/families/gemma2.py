@@ -38,4 +38,5 @@ FAMILY = a2d.family(
     score_rank=score_rank,
     hidden=a2d.decoder,
     head=head,
+    verified=a2d.PARITY,
 )

@@ -35,4 +35,5 @@ FAMILY = Family(
     hidden=a2d.decoder,
     head=a2d.either_head,
     about="fredzzp/open-dcoder-0.5B (with --family open_dcoder where auto_map does not name its class)",
+    verified="transformers' model of its shape; its decoding only against Dream's rules",
 )

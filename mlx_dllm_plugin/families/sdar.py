@@ -67,4 +67,5 @@ FAMILY = family(
     prepare_config=common.prepare_qwen3,
     sanitize=common.plain,
     about="JetLM/SDAR-{1.7B,4B,8B}-Chat, with or without -b8, -b16, -b32, -b64; Gen-Verse/TraDo-8B-Instruct",
+    verified="a tiny checkpoint in its layout against its authors' generate.py: logits, ids, every step",
 )

@@ -11,4 +11,5 @@ FAMILY = sdar.family(
     sanitize=common.plain_experts,
     float32_on_cpu=True,
     about="JetLM/SDAR-30B-A3B-{Chat,Sci}",
+    verified="transformers' model of its shape; its decoding as sdar",
 )

@@ -42,4 +42,5 @@ FAMILY = Family(
     hidden=a2d.decoder,
     head=a2d.either_head,
     about="ByteDance-Seed/Stable-DiffCoder-8B-{Base,Instruct}",
+    verified="transformers' model of its shape; its decoding only against SDAR's rules",
 )
