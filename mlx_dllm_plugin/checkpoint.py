@@ -20,6 +20,8 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.
 # Tokenizer classes that only are code beside the weights -> the type under which transformers has the same one.
 _SAME_TOKENIZER = {"DreamTokenizer": "qwen2"}
 
+_NO_THINKING = "{%- if enable_thinking is not defined %}{%- set enable_thinking = false %}{%- endif %}"
+
 
 class Checkpoint:
     """
@@ -229,6 +231,17 @@ def tokenizer_arguments(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
             "{'trust_remote_code': True}."
         )
     return {**arguments, "tokenizer_type": kind}
+
+
+def stop_thinking(tokenizer: Any) -> None:
+    """Make a tokenizer's chat template leave out thinking where a caller does not ask for it: mlx-lm asks for itself
+    whenever the vocabulary has thinking tokens. In memory only."""
+    template, line = getattr(tokenizer, "chat_template", None), _NO_THINKING
+    if isinstance(template, str) and not template.startswith(line):
+        tokenizer.chat_template = line + template
+    kind = type(tokenizer)
+    if getattr(tokenizer, "has_thinking", False):
+        tokenizer.__class__ = type(kind.__name__, (kind,), {"has_thinking": False, "__module__": kind.__module__})
 
 
 def _check_safetensors(file: Path) -> None:

@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, check_weights, has_tokenizer, is_run_directory, open_checkpoint, read_json
+from .checkpoint import (
+    Checkpoint,
+    check_weights,
+    has_tokenizer,
+    is_run_directory,
+    open_checkpoint,
+    read_json,
+    stop_thinking,
+    tokenizer_arguments,
+)
 from .checkpoint import resolve_run_directory as _resolve
 from .decode import bidirectional_forward
 from .errors import CheckpointError, DiffusionError, note
@@ -70,7 +79,13 @@ def load(path_or_repo: str | Path, *, tokenizer: str | Path | None = None) -> tu
         model, config = plain(checkpoint.path)
     else:
         model, config = load_with_spec(plain, checkpoint.path, family, resolve(checkpoint, family))
-    wrapper = inspect.unwrap(utils.load_tokenizer)(source, eos_token_ids=config.get("eos_token_id"))
+        hint = family.hint(checkpoint)
+        if hint is not None:
+            note(hint)
+    extra = None if family is None else tokenizer_arguments(source, {})
+    wrapper = inspect.unwrap(utils.load_tokenizer)(source, extra, eos_token_ids=config.get("eos_token_id"))
+    if family is not None and not family.thinks:
+        stop_thinking(wrapper)
     return model, wrapper, _a2d_of(checkpoint)
 
 

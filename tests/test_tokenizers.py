@@ -16,6 +16,7 @@ import mlx_lm
 import pytest
 from mlx_lm.utils import load_tokenizer
 
+import mlx_dllm_plugin
 from mlx_dllm_plugin.checkpoint import tokenizer_arguments
 from mlx_dllm_plugin.errors import CheckpointError, DiffusionError
 from tests.models import write_json
@@ -337,3 +338,18 @@ def test_arguments_of_the_caller_are_kept(dream: Path, goldens: Path) -> None:
     assert tokenizer_arguments(dream, {"tokenizer_type": "gpt2"})["tokenizer_type"] == "gpt2"
     known = tokenizer_arguments(goldens / "llada_dream" / "modernbert-tiny", {})
     assert known == {"trust_remote_code": False}  # transformers knows the model: its own choice counts
+
+
+@pytest.mark.parametrize("load", [mlx_lm.load, mlx_dllm_plugin.load])
+def test_dllms_conversions_chat_without_thinking_unless_asked(goldens: Path, load: Any) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+
+    def rendered(name: str, **given: Any) -> str:
+        tokenizer = load(goldens / "block" / name)[1]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
+
+    off = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert rendered("a2d_qwen3-mdlm").endswith(off)
+    assert rendered("a2d_qwen3-mdlm", enable_thinking=False).endswith(off)
+    assert not rendered("a2d_qwen3-mdlm", enable_thinking=True).endswith(off)
+    assert not rendered("sdar-b4").endswith(off)

@@ -71,6 +71,7 @@ class Family:
             ``attention``, ``canvas``, ``unmasking`` and ``block_origin``.
         hint: ``(checkpoint) -> sentence or None``, said when it is loaded: what had to be assumed.
         stop_tokens: texts of tokens that end a turn, beside the declared end of sequence: looked up in the vocabulary.
+        thinks: False where its makers chat without the thinking that its chat template offers.
         float32_on_cpu: cast 16-bit weights on MLX's CPU backend, which cannot gather experts in 16 bits.
         a2d: checkpoints are a2d conversions, whose copies are marked by an ``a2d`` block.
         about: repositories, for the documentation.
@@ -102,6 +103,7 @@ class Family:
     shape: Callable[[Checkpoint], Mapping[str, tuple[Any, str]]] = _as_declared
     hint: Callable[[Checkpoint], str | None] = _nothing
     stop_tokens: tuple[str, ...] = ()
+    thinks: bool = True
     float32_on_cpu: bool = False
     a2d: bool = False
     about: str = ""

@@ -44,6 +44,7 @@ def family(kind: str, **own: Any) -> Family:
         variants=frozenset({"attention", "logits"}),
         shape=shape,
         hint=hint,
+        thinks=False,
         architecture=lambda config: f"mlx_lm.models.{kind}",
         mask_token="<|mask|>",
         stop_tokens=("<|im_end|>",),

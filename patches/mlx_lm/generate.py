@@ -126,9 +126,8 @@ def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)
-    options = merge(
-        {"eos_token_ids": tuple(sorted(tokenizer.eos_token_ids))}, command.decoding if command else {}, decoding
-    )
+    eos = {*tokenizer.eos_token_ids, *spec.stop_token_ids}
+    options = merge({"eos_token_ids": tuple(sorted(eos))}, command.decoding if command else {}, decoding)
     stream = given.get("stream", _module().generation_stream)
     return _Request(model, tokenizer, prompt, options, stream, rest.get("prompt_progress_callback"))
 

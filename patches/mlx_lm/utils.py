@@ -93,14 +93,14 @@ def load_tokenizer(
 ) -> Any:
     """`load_tokenizer`, which takes the tokenizer from elsewhere on request, and of a diffusion checkpoint never makes
     up an empty one, and runs none of its code unasked."""
-    from ...checkpoint import has_tokenizer, resolve_run_directory, tokenizer_arguments
+    from ...checkpoint import has_tokenizer, resolve_run_directory, stop_thinking, tokenizer_arguments
     from ...spec import detect_at
 
     extra = dict(tokenizer_config_extra or {})
     if not is_applied("mlx_lm.utils", "load_model") and detect_at(Path(model_path)) is not None:
         _require("mlx_lm.utils", "load_model")
     source = extra.pop("tokenizer", None) or cli.load_options().tokenizer
-    model_path = path = _local(Path(model_path))
+    model_path = path = given = _local(Path(model_path))
     diffusion = _is_diffusion(path)
     if source is not None:
         path = Path(source)
@@ -115,7 +115,10 @@ def load_tokenizer(
             "--tokenizer DIR, in Python tokenizer_config={'tokenizer': DIR}."
         )
     if diffusion:
-        return original(model_path, tokenizer_arguments(path, extra), *args, **kwargs)
+        tokenizer = original(model_path, tokenizer_arguments(path, extra), *args, **kwargs)
+        if not _thinks(given):
+            stop_thinking(tokenizer)
+        return tokenizer
     return original(model_path, extra if tokenizer_config_extra is not None else None, *args, **kwargs)
 
 
@@ -126,6 +129,17 @@ def _local(path: Path) -> Path:
     if path.exists():
         return _usable(path)
     return Path(utils._download(str(path), allow_patterns=_WITHOUT_WEIGHTS))
+
+
+def _thinks(path: Path) -> bool:
+    """Whether mlx-lm's own choice of thinking holds for a diffusion checkpoint."""
+    from ...spec import detect_at
+
+    try:
+        family = detect_at(path, cli.load_options().family)
+    except DiffusionError:  # one that is refused
+        return True
+    return family is None or family.thinks
 
 
 def _is_diffusion(path: Path) -> bool:
