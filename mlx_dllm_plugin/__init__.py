@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .demo import demo_path
     from .diffusion import denoise, generate
     from .errors import DiffusionError
+    from .likelihood import score
     from .options import DecodingOptions
     from .runtime import A2DConfig, load
     from .spec import DiffusionSpec
@@ -47,6 +48,7 @@ __all__ = [
     "infill",
     "is_active",
     "load",
+    "score",
     "stream_decode",
 ]
 
@@ -63,6 +65,7 @@ _LAZY = {
     "denoise": "diffusion",
     "generate": "diffusion",
     "load": "runtime",
+    "score": "likelihood",
     "stream_decode": "decode",
 }
 
