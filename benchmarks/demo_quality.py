@@ -1,6 +1,6 @@
 """Score the demo checkpoint with this package's own engine on problems it has not seen.
 
-    python benchmarks/demo_quality.py                      # 1,000 test problems, about 20 minutes on two CPU cores
+    python benchmarks/demo_quality.py                      # 1,000 test problems, about 30 minutes on two CPU cores
 
 Two rules: one token a step (every step commits the most confident position of the canvas) and threshold 0.9. Tokens
 per forward are all tokens up to and including the first end of sequence, divided by all forwards. Writes
@@ -129,11 +129,12 @@ def main() -> None:
     found = problems(args.split, args.count, args.seed)
     share = -(-len(found) // args.processes)
     parts = [slice(start, start + share) for start in range(0, len(found), share)]
-    pool = ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn"))
     scored = {}
-    for rule in RULES:
-        common = (args.model, args.split, args.count, args.seed, rule, args.batch)
-        scored[rule] = merged([job.result() for job in [pool.submit(score_share, *common, part) for part in parts]])
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        for rule in RULES:
+            common = (args.model, args.split, args.count, args.seed, rule, args.batch)
+            jobs = [pool.submit(score_share, *common, part) for part in parts]
+            scored[rule] = merged([job.result() for job in jobs])
     weights = args.model / "model" / "model.safetensors"
     report: dict[str, Any] = {
         "split": args.split,

@@ -77,6 +77,7 @@ def test_the_result_file_is_of_these_weights_and_adds_up() -> None:
         assert scored["of"] == RESULT["count"] == sum(RESULT["problems"].values())
         assert scored["exact"] == sum(scored["tasks"].values()) == scored["of"] - len(scored["wrong"])
         assert scored["tokens_per_forward"] == round(scored["tokens"] / scored["forwards"], 3)
+        assert scored["of"] == 1000 and scored["exact"] >= 970
     assert RESULT["rules"]["threshold 0.9"]["tokens_per_forward"] >= 6
     assert RESULT["rules"]["one token a step"]["tokens_per_forward"] <= 1
 
@@ -105,7 +106,7 @@ def test_it_answers_as_the_result_file_says(
         for problem, result in zip(found, results, strict=True)
     ]
     assert right == [problem.prompt not in wrong for problem in found]
-    assert sum(right) > 0.7 * count
+    assert sum(right) > 0.9 * count
 
 
 def test_a_canvas_of_another_length_works_too(demo: tuple[Any, Any]) -> None:
@@ -115,7 +116,7 @@ def test_a_canvas_of_another_length_works_too(demo: tuple[Any, Any]) -> None:
         options = DecodingOptions(unmasking="threshold", threshold=0.9, max_tokens=new_tokens)
         results = mlx_dllm_plugin.decode(model, [ids_of(tokenizer, problem) for problem in found], options)
         right = [p.check(tokenizer.decode(r.tokens)) for p, r in zip(found, results, strict=True)]
-        assert sum(right) >= 30
+        assert sum(right) >= 36
 
 
 def test_without_a_model_the_command_uses_it_and_says_so(run: Runner) -> None:
