@@ -22,7 +22,7 @@ from .checkpoint import (
 from .checkpoint import resolve_run_directory as _resolve
 from .decode import bidirectional_forward
 from .errors import CheckpointError, DiffusionError, note
-from .families import Family, family_of
+from .families import Family, a2d, family_of
 from .spec import FORCED, DiffusionSpec, detect, resolve
 
 __all__ = ["A2DConfig", "bidirectional_forward", "complete_run", "load", "load_with_spec"]
@@ -71,7 +71,11 @@ def load(path_or_repo: str | Path, *, tokenizer: str | Path | None = None) -> tu
     if not has_tokenizer(source):
         raise CheckpointError(f"{source} has no tokenizer files: give their directory with tokenizer=.")
     kind = checkpoint.config.get("model_type")
-    family = detect(checkpoint) or family_of(kind)
+    stock = family_of(kind)
+    if stock is None and checkpoint.a2d is not None:
+        family: Family | None = a2d.whole(str(kind))
+    else:
+        family = detect(checkpoint) or stock
     plain = inspect.unwrap(utils.load_model)
     if checkpoint.provenance:
         note(f"warning: {checkpoint.provenance}")

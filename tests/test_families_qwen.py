@@ -466,7 +466,7 @@ def test_sdar(kind: str) -> None:
     assert (found.unmasking, found.block_origin) == ("low_confidence_dynamic", "start")
     assert (found.mask_token_id, found.sources["mask_token_id"]) == (151669, "the token '<|MASK|>' in the vocabulary")
     assert found.stop_token_ids == (151645,)
-    wanted = {"max_tokens": 2048, "block_length": 4, "max_denoising_steps": 4, "threshold": 0.85}
+    wanted = {"max_tokens": 2048, "block_length": 4, "threshold": 0.85}
     assert found.defaults == wanted and found.sources["threshold"] == "SDAR's generate.py"
 
 
@@ -488,7 +488,6 @@ HUB = "models--JetLM--SDAR-8B-Chat-b32/snapshots/0123456789abcdef"
 def test_the_block_length_of_sdar(path: str, config: dict[str, Any], length: int, source: str, tmp_path: Path) -> None:
     found = spec({"model_type": "sdar", **config}, tmp_path / path)
     assert (found.defaults["block_length"], found.sources["block_length"]) == (length, source)
-    assert found.defaults["max_denoising_steps"] == length
     hint = FAMILIES.get("sdar").hint
     assert hint(checkpoint({"model_type": "sdar", **config}, tmp_path / path)) is None
 

@@ -190,7 +190,7 @@ def test_a_family_is_registered_and_unregistered_by_hand() -> None:
 def test_a_rule_registered_by_hand_decodes_until_it_is_unregistered() -> None:
     model = tiny_model("qwen2")
     ours = RULES.get("low_confidence")
-    RULES.register(replace(ours, name="backwards", confidence=lambda logits, tokens, temperature, noise: -noise))
+    RULES.register(replace(ours, name="backwards", confidence=lambda found: -found.noise))
     options = DecodingOptions(unmasking="backwards", max_tokens=4, max_denoising_steps=4, stop_at_eos=False)
     try:
         assert len(decode(model, [1, 2], options).tokens) == 4

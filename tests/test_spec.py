@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from mlx_dllm_plugin.checkpoint import Checkpoint, open_checkpoint
-from mlx_dllm_plugin.plan import plan
 from mlx_dllm_plugin.errors import CheckpointError, DiffusionError
 from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.families.a2d import MASK_TOKEN
 from mlx_dllm_plugin.families.a2d import family as a2d_family
 from mlx_dllm_plugin.options import DecodingOptions, LoadOptions
+from mlx_dllm_plugin.plan import plan
 from mlx_dllm_plugin.spec import DiffusionSpec, detect, prepare, resolve
 from tests.models import CONTEXT, EOS, VOCAB, a2d_block, config_of, load, tiny_run, write_checkpoint, write_json
 
@@ -277,7 +277,8 @@ def test_the_sampler_of_the_block_gives_the_defaults() -> None:
     assert found.defaults == expected
     assert {found.sources[name] for name in expected} == {"the a2d block"}
     row = plan(found, [1, 2, 3, 4], DecodingOptions())
-    assert (len(row.canvas), row.confidence_temperature, len(row.steps) + row.empty_steps) == (24, 0.5, 6)
+    steps = sum(len(stage.counts) for stage in row.stages) + row.empty_steps
+    assert (len(row.canvas), row.values["confidence_temperature"], steps) == (24, 0.5, 6)
 
 
 def test_what_the_block_leaves_out_is_not_said_to_come_from_it() -> None:

@@ -24,7 +24,6 @@ def defaults(checkpoint: Checkpoint) -> dict[str, tuple[Any, str]]:
     return {
         "max_tokens": (2048, SOURCE),
         "block_length": (length, source),
-        "max_denoising_steps": (length, f"as block_length: {source}"),
         "threshold": (0.85, SOURCE),
     }
 

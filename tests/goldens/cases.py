@@ -364,5 +364,36 @@ def _infill(golden: dict[str, Any], case: dict[str, Any], model: Any, shared: di
 # Likelihoods
 
 
+# Of log-probabilities; guidance multiplies the error of the logits.
+LIKELIHOOD_TOLERANCE = {False: 2e-4, True: 6e-4}
+
+
 def _likelihood(case: dict[str, Any], arrays: Any, model: Any) -> str:
-    raise Inexpressible("likelihoods")
+    """The exact bound and what it is made of, and the estimates of recorded batches."""
+    settings = case["settings"]
+    tolerance = LIKELIHOOD_TOLERANCE[bool(settings["cfg_scale"])]
+    shared = {"cfg_scale": settings["cfg_scale"], "mask_token_id": settings["mask_id"]}
+    prompt, target = case["prompt_ids"], case["answer_ids"]
+    exact = mlx_dllm_plugin.score(model, prompt, target, method="exact", **shared)
+    subsets = exact.subsets
+    pairs = [
+        ("exact_elbo", exact.log_likelihood, case["exact_elbo"]),
+        ("order_mixture_loglik", subsets.order_mixture, case["order_mixture_loglik"]),
+        ("left_to_right_loglik", subsets.left_to_right, case["left_to_right_loglik"]),
+        *zip(["exact_by_mask_count"] * len(target), subsets.by_mask_count, case["exact_by_mask_count"], strict=True),
+    ]
+    place = {tuple(np.flatnonzero(mask).tolist()): i for i, mask in enumerate(subsets.masks)}
+    for masked, wanted in case["subset_logprobs"]:
+        found = subsets.logprobs[place[tuple(masked)]]
+        pairs += [("subset_logprobs", float(found[i]), wanted[i]) for i in masked]
+    for what, value, wanted in pairs:
+        if abs(value - wanted) > tolerance:
+            return f"{what} is {value:.6f}, {wanted:.6f} expected"
+    for run in case["mc_runs"]:
+        name = run.get("batches_in_npz")
+        if name is None:
+            continue
+        value = mlx_dllm_plugin.score(model, prompt, target, method="batches", batches=arrays[name], **shared)
+        if abs(value.log_likelihood / run["value"] - 1) > 3e-6:
+            return f"the recorded batches give {value.log_likelihood:.6f}, {run['value']:.6f} expected"
+    return ""
