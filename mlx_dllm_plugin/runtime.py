@@ -142,7 +142,8 @@ def _cast_on_cpu(model: Any, path: Path) -> None:
     from mlx.utils import tree_flatten
 
     half = (mx.bfloat16, mx.float16)
-    if mx.default_device() == mx.Device(mx.cpu) and any(v.dtype in half for _, v in tree_flatten(model.parameters())):
+    values: list[Any] = [leaf[1] for leaf in tree_flatten(model.parameters())]
+    if mx.default_device() == mx.Device(mx.cpu) and any(value.dtype in half for value in values):
         model.set_dtype(mx.float32)
         note(f"{path.name}: weights are cast to float32: MLX's CPU backend cannot gather experts in 16 bits.")
 
