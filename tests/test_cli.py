@@ -443,7 +443,7 @@ def test_an_abbreviated_model_option_decodes(path: Path, data: Path, generate: G
 
 def test_mode_ar_on_a_diffusion_checkpoint_is_refused(path: Path, generate: Generate) -> None:
     outcome = generate("--model", path, "--prompt", PROMPT, "--mode", "ar")
-    assert_one_sentence(outcome, "bidirectional", "family gpt2", "leave out --mode ar")
+    assert_one_sentence(outcome, "diffusion checkpoint", "family gpt2", "leave out --mode ar")
 
 
 def test_mode_diffusion_on_an_autoregressive_checkpoint_is_refused(ar: Path, generate: Generate) -> None:
