@@ -87,10 +87,15 @@ class BlockWindow:
         self.stored, self.visible, self.width = list(stored), list(visible), width
         first = np.array(visible) - width
         self.offset = int(first[0]) if len(set(first.tolist())) == 1 else mx.array(first.astype(np.int32))
-        self.mask = self._mask(first, block_length, np.array(origins), rank)
+        rows = list(zip(self.stored, first.tolist(), origins, strict=True))
+        # Rows that stand alike share one mask, which fits scores of any rank.
+        rows = rows[:1] if len(set(rows)) == 1 else rows
+        own, starts, begins = np.array(rows).T
+        self.mask = self._mask(own, starts, begins, block_length, rank)
 
-    def _mask(self, first: np.ndarray, length: int, origins: np.ndarray, rank: int) -> mx.array | None:
-        stored = np.array(self.stored)
+    def _mask(
+        self, stored: np.ndarray, first: np.ndarray, origins: np.ndarray, length: int, rank: int
+    ) -> mx.array | None:
         kept = int(stored.max(initial=0))
         column = first[:, None] + np.arange(self.width)[None]  # [R, W]
         block = (column - origins[:, None]) // length
@@ -99,8 +104,8 @@ class BlockWindow:
         before = np.broadcast_to((np.arange(kept)[None] < stored[:, None])[:, None], (len(stored), self.width, kept))
         if inside.all() and before.all():
             return None
-        # Columns that only fill the window up see themselves, so that no softmax is empty.
-        inside |= np.eye(self.width, dtype=bool)[None]
+        # Columns that only fill the window up and see nothing see themselves, so that no softmax is empty.
+        inside |= np.eye(self.width, dtype=bool)[None] & ~(new | (stored > 0)[:, None])[:, :, None]
         visible = np.concatenate([before, inside], axis=2)
         return mx.array(visible.reshape(len(stored), *([1] * (rank - 3)), self.width, kept + self.width))
 

@@ -207,33 +207,38 @@ def infill(
         of the holes from left to right.
 
     Raises:
-        DiffusionError: as :func:`decode`; shapes that differ; no hole; a model with block-causal attention.
+        DiffusionError: as :func:`decode`; shapes that differ; no hole; a text longer than the context; block-causal
+            attention.
     """
     spec = spec_of(model)
     rows, single = _as_rows(canvas)
-    marks = [list(masked)] if single else [list(row) for row in masked]  # type: ignore[arg-type]
+    marks = _marks_of(masked, rows, single)
     own = _options_of(options, len(rows))
     plans = []
-    for number, (row, mark, given) in enumerate(zip(rows, marks, own, strict=False)):
+    for number, (row, mark, given) in enumerate(zip(rows, marks, own, strict=True)):
         what = "The canvas" if single else f"Row {number} of the canvas"
-        if len(row) != len(mark) or len(marks) != len(rows):
+        if (given.attention or spec.attention) == "block_causal":
+            whose = f"the family {spec.family}" if given.attention is None else f"attention {given.attention}"
             raise DiffusionError(
-                f"{what} has {len(row)} tokens and {len(mark)} marks: say of each whether it is a hole."
+                f"Filling holes needs attention to both sides, and {whose} sees no further than the end of a block: "
+                "use a bidirectional checkpoint."
             )
-        if spec.attention == "block_causal" and given.attention != "bidirectional":
+        if spec.context_length is not None and len(row) > spec.context_length:
             raise DiffusionError(
-                f"Filling holes needs attention to both sides, and the family {spec.family} sees no further than the "
-                "end of a block: use a bidirectional checkpoint."
+                f"{what} has {len(row)} tokens and the model's context is {spec.context_length}: shorten it."
             )
         for name in ("max_tokens", "canvas_length"):
             if getattr(given, name) is not None:
                 raise DiffusionError(f"{name} means nothing when holes are filled: leave it out.")
+        pairs = list(zip(row, mark, strict=True))
         slots = [i for i, is_hole in enumerate(mark) if is_hole]
         if not slots:
             raise DiffusionError(f"{what} has no hole: mark at least one position.")
         given = replace(given, stop_at_eos=bool(given.stop_at_eos))
         filler = replace(spec, defaults={name: v for name, v in spec.defaults.items() if name != "block_length"})
-        plans.append((plan_slots(filler, row, slots, given, origin=0), given))
+        planned = plan_slots(filler, [0 if hole else token for token, hole in pairs], slots, given, origin=0)
+        masks = tuple(planned.mask_token_id if hole else token for token, hole in pairs)
+        plans.append((replace(planned, canvas=masks), given))
     results = _collect(run(model, family_on(model), spec, plans, stream), [0] * len(rows))
     return results[0] if single else results
 
@@ -552,12 +557,13 @@ class _Blocks(_Batch):
         self.slot = np.full((len(self.rows), window), -1)
         place = np.zeros((len(self.rows), window), dtype=np.int32)
         for i, (at, stage) in enumerate(zip(slots, stages, strict=True)):
-            place[i] = np.minimum(at[0] + np.arange(window), self.width - 1)
-            self.slot[i, np.array(at) - at[0]] = np.arange(stage.start, stage.end)
+            start = min(at[0], self.width - window)  # no column twice: what one of them commits the other would undo
+            place[i] = start + np.arange(window)
+            self.slot[i, np.array(at) - start] = np.arange(stage.start, stage.end)
         read = place - self.shifted - (np.array(visible) - width)[:, None]
         self.place = mx.array(place)
-        at = mx.array(np.tile(np.clip(read, 0, width - 1), (self.copies, 1)))
-        return self.family.head(self.model, mx.take_along_axis(states, at[..., None], axis=1))
+        columns = mx.array(np.tile(np.clip(read, 0, width - 1), (self.copies, 1)))
+        return self.family.head(self.model, mx.take_along_axis(states, columns[..., None], axis=1))
 
     def _prefill(self, canvas: mx.array, stages: list[Stage]) -> None:
         """Store what is final, but for the last block of each row: that one is stored by the forward of this step."""
@@ -829,6 +835,22 @@ def _as_rows(prompts: Any) -> tuple[list[list[int]], bool]:
             if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
                 raise DiffusionError(f"A prompt must be a list of token ids, got {token!r} in it.")
     return [[int(token) for token in row] for row in rows], single
+
+
+def _marks_of(masked: Any, rows: list[list[int]], single: bool) -> list[list[bool]]:
+    """Which positions of each row are holes. Raises DiffusionError where that has not the canvas's shape."""
+    try:
+        marks = [np.array(mark) for mark in ([masked] if single else masked)]
+    except (TypeError, ValueError):
+        marks = []
+    if len(marks) != len(rows):
+        raise DiffusionError("masked must have the canvas's shape: say of each token whether it is a hole.")
+    for number, (row, mark) in enumerate(zip(rows, marks, strict=True)):
+        what = "The canvas" if single else f"Row {number} of the canvas"
+        if mark.shape != (len(row),) or (row and mark.dtype.kind not in "biu"):
+            got = f"{len(mark)} marks" if mark.ndim == 1 and mark.dtype.kind in "biu" else f"{mark.tolist()!r:.60}"
+            raise DiffusionError(f"{what} has {len(row)} tokens and {got}: say of each whether it is a hole.")
+    return [mark.astype(bool).tolist() for mark in marks]
 
 
 def _options_of(options: Any, rows: int) -> list[DecodingOptions]:

@@ -8,10 +8,12 @@ import json
 import re
 import sys
 import time
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from ..demo import demo_path
-from ..errors import PREFIX, DiffusionError, note
+from ..errors import PREFIX, CheckpointError, DiffusionError, note
 from ..options import DecodingOptions, add_arguments
 
 HOLE = re.compile(r"\[MASK(?::([^\]]*))?\]")
@@ -38,19 +40,19 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace, values: dict[str, Any]) -> int:
     """Returns 0. Raises DiffusionError when there is nothing to fill, or it cannot be filled."""
-    from ..decode import infill
-    from ..runtime import load
+    from ..decode import infill, spec_of
 
     options = DecodingOptions(**values)
-    parts = split(sys.stdin.read() if args.text == "-" else args.text)
+    parts = split(_read(args.text))
     if args.model is None:
         note("no --model given: using the demo checkpoint that comes with the plugin")
-    model, tokenizer, _ = load(args.model or demo_path(), tokenizer=args.tokenizer)
-    canvas, masked = encode(tokenizer, parts, model.diffusion_spec.mask_token_id or 0)
+    model, tokenizer = _load(args.model or str(demo_path()), args.tokenizer)
+    canvas, masked = encode(tokenizer, parts, spec_of(model).mask_token_id or 0)
     start = time.perf_counter()
     result = infill(model, canvas, masked, options)
     seconds = time.perf_counter() - start
-    holes = [tokenizer.decode(ids) for ids in _holes(result.canvas, masked)]
+    tokens = iter([token for token, is_hole in zip(result.canvas, masked, strict=True) if is_hole])
+    holes = [tokenizer.decode(list(islice(tokens, part))) for part in parts if isinstance(part, int)]
     filled = iter(holes)
     text = "".join(next(filled) if isinstance(part, int) else part for part in parts)
     if args.json:
@@ -64,6 +66,31 @@ def run(args: argparse.Namespace, values: dict[str, Any]) -> int:
     return 0
 
 
+def _read(text: str) -> str:
+    try:
+        text = sys.stdin.read() if text == "-" else text
+        text.encode()
+    except UnicodeError:
+        raise DiffusionError("The text is not valid UTF-8.") from None
+    return text
+
+
+def _load(name: str, tokenizer: str | None) -> tuple[Any, Any]:
+    from ..runtime import load
+
+    try:
+        return load(name, tokenizer=tokenizer)[:2]
+    except DiffusionError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if Path(name).exists():
+            raise CheckpointError(f"{name} cannot be loaded ({why}).") from error
+        raise CheckpointError(
+            f"{name} is neither a directory nor a checkpoint that can be had from the hub ({why})."
+        ) from error
+
+
 def split(text: str) -> list[str | int]:
     """The parts of a text: strings, and the lengths of its holes. Raises DiffusionError for a hole of no length."""
     parts: list[str | int] = []
@@ -72,11 +99,12 @@ def split(text: str) -> list[str | int]:
         if match.start() > end:
             parts.append(text[end : match.start()])
         length = match[1] if match[1] is not None else "1"
-        if not (length.isascii() and length.isdigit() and 1 <= int(length) <= LARGEST_HOLE):
+        digits = length.lstrip("0") if length.isascii() and length.isdigit() else ""
+        if not 1 <= len(digits) <= len(str(LARGEST_HOLE)) or int(digits) > LARGEST_HOLE:
             raise DiffusionError(
                 f"{match[0]} is not a hole: write [MASK:n] with a number of tokens from 1 to {LARGEST_HOLE}."
             )
-        parts.append(int(length))
+        parts.append(int(digits))
         end = match.end()
     if end < len(text):
         parts.append(text[end:])
@@ -86,25 +114,21 @@ def split(text: str) -> list[str | int]:
 
 
 def encode(tokenizer: Any, parts: list[str | int], mask_token_id: int) -> tuple[list[int], list[bool]]:
-    """Token ids and which of them are holes. Texts between holes are encoded one by one."""
-    canvas: list[int] = []
-    masked: list[bool] = []
-    for number, part in enumerate(parts):
+    """Token ids and which of them are holes. Texts between holes are encoded one by one; what the tokenizer puts around
+    a text stands around all of them."""
+    before, after = _around(tokenizer)
+    canvas, masked = [*before], [False] * len(before)
+    for part in parts:
         is_hole = isinstance(part, int)
-        ids = (
-            [mask_token_id] * part if isinstance(part, int) else tokenizer.encode(part, add_special_tokens=number == 0)
-        )
+        ids = [mask_token_id] * part if isinstance(part, int) else tokenizer.encode(part, add_special_tokens=False)
         canvas += ids
         masked += [is_hole] * len(ids)
-    return canvas, masked
+    return canvas + after, masked + [False] * len(after)
 
 
-def _holes(canvas: list[int], masked: list[bool]) -> list[list[int]]:
-    """The ids of each run of masked positions."""
-    runs: list[list[int]] = []
-    for i, (token, is_hole) in enumerate(zip(canvas, masked, strict=True)):
-        if is_hole and (i == 0 or not masked[i - 1]):
-            runs.append([])
-        if is_hole:
-            runs[-1].append(token)
-    return runs
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special ids that the tokenizer puts before and after a text."""
+    plain, whole = (list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
+    ends = range(len(plain), len(whole) + 1)
+    end = next((end for end in ends if whole[end - len(plain) : end] == plain), len(whole))
+    return whole[: max(end - len(plain), 0)], whole[end:]
