@@ -575,7 +575,7 @@ def test_a_missing_model_is_one_sentence(
     fill: Fill, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_one_sentence(fill("--model", name, "a [MASK]"), name)
+    assert_one_sentence(fill("--model", name, "a [MASK]"), name, "hub")
 
 
 def test_a_broken_or_autoregressive_model_is_one_sentence(fill: Fill, path: Path, tmp_path: Path) -> None:
@@ -588,7 +588,7 @@ def test_a_broken_or_autoregressive_model_is_one_sentence(fill: Fill, path: Path
     other = make_ar_model(tmp_path / "other", path / "model", model_type="olmo2")
     assert_one_sentence(fill("--model", other, text), "no diffusion spec")
     edit_json(other / "config.json", model_type="nobody_knows")
-    assert_one_sentence(fill("--model", other, text), str(other), "nobody_knows")
+    assert_one_sentence(fill("--model", other, text), str(other), "nobody_knows", "cannot be loaded")
     stock = make_ar_model(tmp_path / "stock", path / "model", model_type="llama")
     ids = json.loads(fill("--model", stock, "--json", "--mask-token-id", 340, text).out)
     assert ids == {**json.loads(fill("--model", stock, "--json", text).out), "seconds": ids["seconds"]}
