@@ -244,6 +244,49 @@ def stop_thinking(tokenizer: Any) -> None:
         tokenizer.__class__ = type(kind.__name__, (kind,), {"has_thinking": False, "__module__": kind.__module__})
 
 
+def affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts before and after every text it encodes."""
+    plain = list(tokenizer.encode("x", add_special_tokens=False))
+    whole = list(tokenizer.encode("x", add_special_tokens=True))
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    return [], []
+
+
+_COUNTS = (
+    *("hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_layers", "n_layer", "num_attention_heads", "n_heads"),
+    *("n_head", "num_key_value_heads", "n_kv_heads", "head_dim", "intermediate_size", "mlp_hidden_size"),
+    *("max_position_embeddings", "max_sequence_length", "n_positions", "num_experts", "num_experts_per_tok"),
+    *("expert_intermediate_size", "dense_intermediate_size", "moe_intermediate_size", "global_attn_every_n_layers"),
+)
+_NUMBERS = (
+    *("rope_theta", "global_rope_theta", "local_rope_theta", "partial_rotary_factor"),
+    *("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon"),
+)
+_SWITCHES = ("tie_word_embeddings", "weight_tying", "qk_layernorm")
+
+
+def check_config(config: Mapping[str, Any], where: Path) -> None:
+    """Raises CheckpointError for settings of the wrong type, which models would take silently or stumble over later.
+    Null counts as absent."""
+    for key in _COUNTS:
+        value = config.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise CheckpointError(f"{where}: {key} must be a positive integer, got {value!r}.")
+    for key in _NUMBERS:
+        value = config.get(key)
+        if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
+            raise CheckpointError(f"{where}: {key} must be a number above 0, got {value!r}.")
+    for key in _SWITCHES:
+        value = config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(f"{where}: {key} must be true or false, got {value!r}.")
+    experts, chosen = config.get("num_experts"), config.get("num_experts_per_tok")
+    if experts is not None and chosen is not None and chosen > experts:
+        raise CheckpointError(f"{where}: num_experts_per_tok {chosen} is more than the {experts} experts there are.")
+
+
 def _check_safetensors(file: Path) -> None:
     size = file.stat().st_size
     again = "copy or download it again"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from .checkpoint import Checkpoint, open_checkpoint, resolve_run_directory
+from .checkpoint import Checkpoint, check_config, open_checkpoint, resolve_run_directory
 from .errors import CheckpointError, DiffusionError, note
 
 if TYPE_CHECKING:
@@ -70,7 +70,10 @@ def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
     from .families import FAMILIES, adapted, family_of
     from .families.refused import refusal
 
-    family = family or checkpoint.config.get(FORCED)
+    forced_name = checkpoint.config.get(FORCED)
+    if forced_name is not None and not isinstance(forced_name, str):
+        raise CheckpointError(f"{checkpoint.path / 'config.json'}: {FORCED} must be text, got {forced_name!r}.")
+    family = family or forced_name
     if family is not None:
         forced = FAMILIES.get(family)
         if checkpoint.config.get("model_type") not in forced.model_types:
@@ -118,6 +121,7 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
         CheckpointError: a value that is missing or impossible.
     """
     config, where = checkpoint.config, checkpoint.path / "config.json"
+    check_config(config, where)
     # LLaDA's embedding has more rows than its vocabulary has tokens.
     rows = "embedding_size" if config.get("embedding_size") is not None else "vocab_size"
     vocab_size = config.get(rows)

@@ -87,3 +87,31 @@ def test_tokens_that_end_a_turn_end_the_output(goldens: Path) -> None:
     model.__class__ = Forced
     responses = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=8))
     assert responses[-1].finish_reason == "stop" and responses[-1].token == 302
+
+
+def test_what_closes_a_text_does_not_stand_before_its_continuation(goldens: Path) -> None:
+    """ModernBERT's tokenizer ends every text with [SEP], which is its declared end of sequence."""
+    import mlx_lm
+
+    model, tokenizer = mlx_lm.load(str(goldens / "llada_dream" / "modernbert-tiny"))
+    ids = tokenizer.encode("hi")
+    assert ids[-1] == 298 and 298 in model.diffusion_spec.eos_token_ids
+
+    def tokens(prompt: str | list[int]) -> list[int]:
+        options = {"max_tokens": 8, "stop_at_eos": False}
+        return [response.token for response in mlx_lm.stream_generate(model, tokenizer, prompt, **options)]
+
+    assert tokens("hi") == tokens(ids[:-1]) != tokens(ids)
+
+
+def test_stream_generate_takes_one_prompt(goldens: Path) -> None:
+    import mlx_lm
+
+    model, tokenizer = mlx_lm.load(str(goldens / "llada_dream" / "llada-gqa-tiny"))
+    row = [5, 6, 7, 8, 9]
+    single = [r.token for r in mlx_lm.stream_generate(model, tokenizer, row, max_tokens=4)]
+    nested = list(mlx_lm.stream_generate(model, tokenizer, mx.array([row]), max_tokens=4))
+    assert [r.token for r in nested] == single and nested[0].prompt_tokens == 5
+    with pytest.raises(mlx_dllm_plugin.DiffusionError) as error:
+        next(mlx_lm.stream_generate(model, tokenizer, [row, row], max_tokens=4))
+    assert str(error.value) == ("stream_generate takes one prompt, got 2: decode several with mlx_dllm_plugin.decode.")

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import affixes
 from ..demo import demo_path
 from ..errors import PREFIX, CheckpointError, DiffusionError, note
 from ..options import DecodingOptions, add_arguments
@@ -116,7 +117,7 @@ def split(text: str) -> list[str | int]:
 def encode(tokenizer: Any, parts: list[str | int], mask_token_id: int) -> tuple[list[int], list[bool]]:
     """Token ids and which of them are holes. Texts between holes are encoded one by one; what the tokenizer puts around
     a text stands around all of them."""
-    before, after = _around(tokenizer)
+    before, after = affixes(tokenizer)
     canvas, masked = [*before], [False] * len(before)
     for part in parts:
         is_hole = isinstance(part, int)
@@ -124,11 +125,3 @@ def encode(tokenizer: Any, parts: list[str | int], mask_token_id: int) -> tuple[
         canvas += ids
         masked += [is_hole] * len(ids)
     return canvas + after, masked + [False] * len(after)
-
-
-def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special ids that the tokenizer puts before and after a text."""
-    plain, whole = (list(tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
-    ends = range(len(plain), len(whole) + 1)
-    end = next((end for end in ends if whole[end - len(plain) : end] == plain), len(whole))
-    return whole[: max(end - len(plain), 0)], whole[end:]

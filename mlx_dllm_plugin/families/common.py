@@ -58,7 +58,8 @@ def _shared(config: dict[str, Any]) -> None:
         config["rope_theta"] = 10000.0
     a2d.only(config, "hidden_act", "silu")
     a2d.only(config, "use_sliding_window", False)
-    other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    types = config.get("layer_types") or ()
+    other = sorted({str(kind) for kind in ([types] if isinstance(types, str) else types)} - {"full_attention"})
     if other:
         raise DiffusionError(
             f"{config.get('model_type')} with layer_types {', '.join(map(repr, other))} cannot be decoded: only layers "
@@ -104,7 +105,8 @@ def declares(config: dict[str, Any], *patterns: str) -> str | None:
     """The first name among ``architectures`` and the values of ``auto_map`` in which one of the patterns is found, or
     None. Case does not matter."""
     architectures = config.get("architectures") or ()
-    found = [architectures] if isinstance(architectures, str) else list(architectures)
+    found = [architectures] if isinstance(architectures, str) else []
+    found += architectures if isinstance(architectures, list) else []
     auto_map = config.get("auto_map")
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         found += value if isinstance(value, list) else [value]

@@ -170,6 +170,8 @@ class Model(nn.Module):
         """Weights under the names here, without a stored copy of a tied head."""
         dropped = ("lm_head.",) if self.args.tie_word_embeddings else ()
         plain = {rename(name): value for name, value in weights.items()}
+        if len(plain) < len(weights):
+            raise ValueError("weights are there twice, under LLaDA's names and others: keep one of them")
         return {name: value for name, value in plain.items() if not name.startswith(dropped)}
 
     @property

@@ -83,6 +83,7 @@ def _refuse_on_autoregressive(model: Any, extra: dict[str, Any]) -> None:
 
 def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request | None:
     """What the call asks for; None when the model is autoregressive. Raises DiffusionError."""
+    from ...checkpoint import affixes
     from ...options import LoadOptions, merge, split
 
     call = inspect.signature(original).bind(*args, **kwargs)
@@ -126,10 +127,26 @@ def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)
+        if special and prompt and prompt[-1] in spec.eos_token_ids:
+            # What a tokenizer closes every text with must not stand before its continuation.
+            prompt = prompt[: len(prompt) - len(affixes(tokenizer)[1])]
+    prompt = _one_row(prompt)
     eos = {*tokenizer.eos_token_ids, *spec.stop_token_ids}
     options = merge({"eos_token_ids": tuple(sorted(eos))}, command.decoding if command else {}, decoding)
     stream = given.get("stream", _module().generation_stream)
     return _Request(model, tokenizer, prompt, options, stream, rest.get("prompt_progress_callback"))
+
+
+def _one_row(prompt: Any) -> Any:
+    """The token ids of one prompt. Raises DiffusionError for several."""
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(ids, (list, tuple)) and ids and isinstance(ids[0], (list, tuple)):
+        if len(ids) > 1:
+            raise DiffusionError(
+                f"stream_generate takes one prompt, got {len(ids)}: decode several with mlx_dllm_plugin.decode."
+            )
+        return ids[0]
+    return ids
 
 
 def stream_generate(original: Any, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
