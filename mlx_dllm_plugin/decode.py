@@ -410,9 +410,8 @@ class _Batch:
         self.rule = rows[0].plan.rule
         self.shifted = rows[0].plan.shifted
         self.guided = any(row.plan.cfg_scale for row in rows)
-        self.values = {
-            name: mx.array([[row.plan.values[name]] for row in rows], dtype=mx.float32) for name in rows[0].plan.values
-        }
+        shared = [name for name in rows[0].plan.values if all(name in row.plan.values for row in rows)]
+        self.values = {name: mx.array([[row.plan.values[name]] for row in rows], dtype=mx.float32) for name in shared}
         self.never = self._banned([row.plan.never for row in rows])
         self.suppressed = self._banned([row.plan.suppressed for row in rows])
         self.late = self._banned([row.plan.late for row in rows])
@@ -730,10 +729,14 @@ def _choose(batch: _Batch, logits: mx.array) -> tuple[mx.array, Candidates]:
     """The token each position would get [B, W], and what confidences are made of: the tokens there differ only where
     greedy decoding would have chosen an id that is never emitted."""
     rows, rule = batch.rows, batch.rule
-    counted = logits if batch.suppressed is None else logits + batch.suppressed
-    if rule.filters:
-        counted = _filtered(batch, counted)
+    whole = logits if batch.suppressed is None else logits + batch.suppressed
+    counted = _filtered(batch, whole) if rule.filters else whole
     allowed = counted if batch.never is None else counted + batch.never
+    if batch.never is not None and counted is not whole:
+        # Filters may leave nothing but ids that are never emitted: then the best of the others stays.
+        best = mx.argmax(whole + batch.never, axis=-1, keepdims=True)
+        nothing = allowed.max(axis=-1, keepdims=True) == -mx.inf
+        allowed = mx.where(nothing & (mx.arange(allowed.shape[-1]) == best), 0.0, allowed)
     tokens, scored = mx.argmax(allowed, axis=-1), mx.argmax(counted, axis=-1)
     if any(row.samples for row in rows):
         own, known = [], []

@@ -144,6 +144,8 @@ def plan_slots(
     never = {*suppressed, *(() if reused else (mask,))}
     if len(never) >= spec.vocab_size:
         raise DiffusionError("suppress_tokens leaves no token to emit.")
+    if len({*suppressed, *late}) >= spec.vocab_size:
+        raise DiffusionError("begin_suppress_tokens leaves no token that a confidence could count.")
     return Plan(
         rule=rule,
         canvas=tuple(canvas),
@@ -206,19 +208,21 @@ def _check_ids(ids: Sequence[int], spec: DiffusionSpec) -> None:
 
 def _suppressed(spec: DiffusionSpec, mask: int, options: DecodingOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ids removed before tokens are chosen, and ids removed between that and the confidences (``Plan.late``)."""
-    named = {name: getattr(options, name) or () for name in ("suppress_tokens", "begin_suppress_tokens")}
+    lists = ("suppress_tokens", "begin_suppress_tokens", "cfg_keep_tokens")
+    named = {name: getattr(options, name) or () for name in lists}
     for name, ids in named.items():
         outside = next((token for token in ids if token >= spec.vocab_size), None)
         if outside is not None:
             raise DiffusionError(f"{name} has id {outside}, outside the vocabulary of {spec.vocab_size}.")
     first, late = set(named["suppress_tokens"]), set(named["begin_suppress_tokens"])
     flags = options.eos_flags or "none"
-    if flags != "none" and not spec.eos_token_ids:
+    known = [token for token in spec.eos_token_ids if token < spec.vocab_size]
+    if flags != "none" and not known:
         raise DiffusionError(f"eos_flags {flags!r} needs an end of sequence, and this checkpoint names none.")
     if flags in ("logits", "both"):
-        first |= set(spec.eos_token_ids) - set(spec.stop_token_ids)
+        first |= set(known) - set(spec.stop_token_ids)
     if flags in ("confidence", "both"):
-        late |= set(spec.eos_token_ids)
+        late |= set(known)
     return tuple(sorted(first)), tuple(sorted(late - first))
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from . import Rule
 from .low_confidence import GUIDED, token_probability
 
@@ -13,20 +15,25 @@ from .low_confidence import GUIDED, token_probability
 def mdlm_schedule(masks: int, steps: int, values: Mapping[str, Any]) -> list[int]:
     """
     round(remaining * (1 - (1 - a(s)) / (1 - a(t)))) from time t to s, rounded half to even; all in the last step. The
-    schedule a(t) is 1 - t (linear), then the share is 1 / (steps left), or 1 - cos(pi/2 (1 - t)) (cosine).
+    schedule a(t) is 1 - t (linear), then the share is 1 / (steps left), or 1 - cos(pi/2 (1 - t)) (cosine). The share is
+    computed in float32 and in this order of operations, as in dllm: where the product is halfway, its error decides.
     """
+    alpha = _linear if values["alpha_schedule"] == "linear" else _cosine
+    times = np.array([(steps - step) / steps for step in range(steps)], dtype=np.float32)
+    masked = np.float32(1) - alpha(times)
     counts, left = [], masks
-    for step in range(steps):
-        if step == steps - 1:
-            count = left
-        elif values["alpha_schedule"] == "linear":
-            count = round(left / (steps - step))
-        else:
-            t, s = 1 - step / steps, 1 - (step + 1) / steps
-            count = round(left * (1 - math.cos(math.pi / 2 * (1 - s)) / math.cos(math.pi / 2 * (1 - t))))
-        counts.append(count)
-        left -= count
-    return counts
+    for now, then in zip(masked[:-1], masked[1:], strict=True):
+        counts.append(round(left * (1 - float(then / now))))
+        left -= counts[-1]
+    return [*counts, left]
+
+
+def _linear(times: np.ndarray) -> np.ndarray:
+    return np.float32(1) - times
+
+
+def _cosine(times: np.ndarray) -> np.ndarray:
+    return np.float32(1) - np.cos(np.float32(math.pi / 2) * (np.float32(1) - times))
 
 
 MDLM = Rule(
