@@ -449,7 +449,7 @@ def test_sdars_schedule_is_that_of_a_whole_block_clipped_to_the_masks(rule: str)
     assert schedule_of(rule, 3, 2, block=4) == [2, 1] and schedule_of(rule, 2, 2, block=4) == [2, 0]
 
 
-@pytest.mark.parametrize("rule", [name for name in RULES.names() if name != "origin" and RULES.get(name).schedule])
+@pytest.mark.parametrize("rule", [rule.name for rule in RULES.builtin() if rule.schedule and rule.name != "origin"])
 def test_every_schedule_commits_every_mask_once(rule: str) -> None:
     for masks, steps in ((1, 1), (1, 9), (7, 3), (64, 64), (100, 7), (7, 100), (513, 64), (64, 513)):
         for block in (masks, masks + 5):
@@ -1016,7 +1016,7 @@ def fixed(option: str, value: str, own: str) -> str:
 
 NAN = math.nan
 ANY = "bidirectional in_place"
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
+REFUSED: list[tuple[str, dict[str, Any], str | tuple[str, str]]] = [
     *must("attention", "one of bidirectional, block_causal", 1, True, "causal", "", NAN, ["bidirectional"]),
     *must("logits", "one of in_place, shifted", 0, "shift", "", NAN, b"shifted"),
     *must("sub_block_length", "a positive integer", 0, -1, True, 2.0, "2", NAN),
@@ -1028,16 +1028,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *must("eps", "within [0, 1)", -1e-3, 1, 1.0, 2, True, "0", NAN, -INF),
     *must("alpha_schedule", "one of linear, cosine", "sqrt", "", 0, NAN, ["linear"]),
     *must("begin_suppress_tokens", "token ids, 0 or more", (-3,), [0.0], "1", (False,), (NAN,), NAN),
-    *((ANY, {"unmasking": r, "entropy_bound": 1.0}, unused(r, "entropy_bound")) for r in ("threshold", "entropy")),
-    *((ANY, {"unmasking": r, "cfg_scale": 0.0}, unused(r, "cfg_scale")) for r in ("a2d", "origin", "sequential")),
-    *((ANY, {"unmasking": r, "cfg_keep_tokens": ()}, unused(r, "cfg_keep_tokens")) for r in ("mlx_dllm", "entropy")),
-    *((ANY, {"unmasking": r, "eos_flags": "none"}, unused(r, "eos_flags")) for r in ("maskgit_plus", "sequential")),
-    *((ANY, {"unmasking": r, "alg_temp": 0.0}, unused(r, "alg_temp")) for r in ("origin", "mdlm", "threshold")),
-    *((ANY, {"unmasking": r, "eps": 0.1}, unused(r, "eps")) for r in ("low_confidence", "mdlm", "entropy_bounded")),
-    *((ANY, {"unmasking": r, "alpha_schedule": "linear"}, unused(r, "alpha_schedule")) for r in ("random", "entropy")),
-    (ANY, {"begin_suppress_tokens": (1,)}, unused("low_confidence", "begin_suppress_tokens")),
-    (ANY, {"sub_block_length": 2}, unused("low_confidence", "sub_block_length")),
-    ("block_causal in_place", {"unmasking": "mdlm", "sub_block_length": 2}, unused("mdlm", "sub_block_length")),
+    *((ANY, {"unmasking": r, "entropy_bound": 1.0}, (r, "entropy_bound")) for r in ("threshold", "entropy")),
+    *((ANY, {"unmasking": r, "cfg_scale": 0.0}, (r, "cfg_scale")) for r in ("a2d", "origin", "sequential")),
+    *((ANY, {"unmasking": r, "cfg_keep_tokens": ()}, (r, "cfg_keep_tokens")) for r in ("mlx_dllm", "entropy")),
+    *((ANY, {"unmasking": r, "eos_flags": "none"}, (r, "eos_flags")) for r in ("maskgit_plus", "sequential")),
+    *((ANY, {"unmasking": r, "alg_temp": 0.0}, (r, "alg_temp")) for r in ("origin", "mdlm", "threshold")),
+    *((ANY, {"unmasking": r, "eps": 0.1}, (r, "eps")) for r in ("low_confidence", "mdlm", "entropy_bounded")),
+    *((ANY, {"unmasking": r, "alpha_schedule": "linear"}, (r, "alpha_schedule")) for r in ("random", "entropy")),
+    (ANY, {"begin_suppress_tokens": (1,)}, ("low_confidence", "begin_suppress_tokens")),
+    (ANY, {"sub_block_length": 2}, ("low_confidence", "sub_block_length")),
+    ("block_causal in_place", {"unmasking": "mdlm", "sub_block_length": 2}, ("mdlm", "sub_block_length")),
     (
         ANY,
         {"unmasking": "threshold", "sub_block_length": 2},
@@ -1078,10 +1078,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "options", "sentence"), REFUSED, ids=str)
-def test_what_cannot_be_done_is_refused_in_one_sentence(kind: str, options: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_done_is_refused_in_one_sentence(
+    kind: str, options: dict[str, Any], sentence: str | tuple[str, str]
+) -> None:
+    """A pair is a rule and an option that it does not use."""
     with pytest.raises(DiffusionError) as error:
         decode(diffusion_model(kind), PROMPT, DecodingOptions(**{"max_tokens": 8, **options}))
-    assert str(error.value) == sentence
+    assert str(error.value) == (sentence if isinstance(sentence, str) else unused(*sentence))
 
 
 @pytest.mark.parametrize("flags", ["logits", "confidence", "both"])
