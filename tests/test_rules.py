@@ -985,7 +985,7 @@ def test_rows_of_a_batch_may_give_different_options() -> None:
                 {"cfg_scale": 1.0},
                 {},
                 {"max_denoising_steps": 3},
-                {"eos_flags": "logits", "cfg_keep_tokens": (1,)},
+                {"eos_flags": "logits", "cfg_scale": 0.5, "cfg_keep_tokens": (2,)},
                 *([{"block_length": 2, "max_denoising_steps": 3}] if kind not in CAUSAL else []),
             )
         ]
@@ -1068,7 +1068,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | tuple[str, str]]] = [
         {"unmasking": "mdlm", "begin_suppress_tokens": (1, 48)},
         "begin_suppress_tokens has id 48, outside the vocabulary of 48.",
     ),
-    (ANY, {"cfg_keep_tokens": (99,)}, "cfg_keep_tokens has id 99, outside the vocabulary of 48."),
+    (ANY, {"cfg_keep_tokens": (99,), "cfg_scale": 1.0}, "cfg_keep_tokens has id 99, outside the vocabulary of 48."),
     (
         ANY,
         {"unmasking": "mdlm", "begin_suppress_tokens": tuple(range(VOCAB))},
