@@ -221,7 +221,7 @@ def infill(
             whose = f"the family {spec.family}" if given.attention is None else f"attention {given.attention}"
             raise DiffusionError(
                 f"Filling holes needs attention to both sides, and {whose} sees no further than the end of a block: "
-                "use a bidirectional checkpoint."
+                f"{'choose attention bidirectional' if 'attention' in spec.variants else 'use another checkpoint'}."
             )
         if spec.context_length is not None and len(row) > spec.context_length:
             raise DiffusionError(

@@ -106,7 +106,7 @@ class DecodingOptions:
     )
     canvas_length: int | None = _option(
         "int",
-        "length of a fixed canvas in tokens, prompt included; by default prompt + max tokens if that is given, else "
+        "length of the canvas in tokens, prompt included; by default prompt + max tokens if that is given, else "
         "the family's own",
         expected="a positive integer",
         valid=_positive,

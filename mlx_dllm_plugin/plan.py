@@ -300,6 +300,8 @@ def _block_length(spec: DiffusionSpec, options: DecodingOptions) -> int:
             "Block-causal attention needs a block length, and the checkpoint names none: give block_length "
             "(--block-length)."
         )
+    if spec.context_length is not None and length > spec.context_length:
+        raise DiffusionError(f"block_length {length} exceeds the model's context of {spec.context_length} tokens.")
     sub = options.sub_block_length
     if sub is not None and length % sub:
         raise DiffusionError(f"sub_block_length {sub} does not divide the block of {length} tokens: choose a divisor.")

@@ -23,7 +23,7 @@ from .checkpoint import resolve_run_directory as _resolve
 from .decode import bidirectional_forward
 from .errors import CheckpointError, DiffusionError, note
 from .families import Family, a2d, family_of
-from .spec import FORCED, DiffusionSpec, detect, resolve
+from .spec import ATTENTION, FORCED, DiffusionSpec, detect, resolve
 
 __all__ = ["A2DConfig", "bidirectional_forward", "complete_run", "load", "load_with_spec"]
 
@@ -132,6 +132,11 @@ def load_with_spec(
         config.setdefault("a2d", {"objective": "mdlm"})
     elif spec.sources.get("family", "").startswith("forced"):
         config[FORCED] = family.name
+    # Nor must it depend on the name of its directory.
+    if "attention" in family.variants:
+        config[ATTENTION] = spec.attention
+    if "'s name" in spec.sources.get("block_length", "") and spec.attention == "block_causal":
+        config.setdefault("block_length", spec.defaults["block_length"])
     model.diffusion_spec, model.diffusion_family = spec, family
     return model, config
 

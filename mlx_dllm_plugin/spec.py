@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SHAPE = ("logits", "attention", "canvas", "unmasking", "block_origin")
 _FROM_FAMILY = (*_SHAPE, "stop_token_ids", "variants")
+ATTENTION = "diffusion_attention"  # in the config.json of a copy whose other files do not tell
 FORCED = "diffusion_family"  # in the config.json of a copy whose family had to be forced
 
 
@@ -173,9 +174,14 @@ def check_mask_token_id(mask: Any, vocab_size: int, source: str) -> None:
         )
 
 
-def prepare(path: Path, overrides: dict[str, Any] | None, options: LoadOptions) -> tuple[Family, DiffusionSpec] | None:
+def prepare(
+    path: Path, overrides: dict[str, Any] | None, options: LoadOptions, *, hints: bool = True
+) -> tuple[Family, DiffusionSpec] | None:
     """
     What loading needs to know before any weight is read: the family and spec, or None for an autoregressive model.
+
+    Args:
+        hints: say what had to be assumed.
 
     Raises:
         DiffusionError: the checkpoint cannot be decoded in the mode asked for, in one sentence with the way out.
@@ -200,7 +206,7 @@ def prepare(path: Path, overrides: dict[str, Any] | None, options: LoadOptions) 
     check_mask_token_id(spec.mask_token_id, spec.vocab_size, spec.sources["mask_token_id"])
     if checkpoint.provenance:
         note(f"warning: {checkpoint.provenance}")
-    hint = family.hint(checkpoint)
+    hint = family.hint(checkpoint) if hints else None
     if hint is not None:
         note(hint)
     return family, spec

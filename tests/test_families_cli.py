@@ -115,3 +115,20 @@ def test_stream_generate_takes_one_prompt(goldens: Path) -> None:
     with pytest.raises(mlx_dllm_plugin.DiffusionError) as error:
         next(mlx_lm.stream_generate(model, tokenizer, [row, row], max_tokens=4))
     assert str(error.value) == ("stream_generate takes one prompt, got 2: decode several with mlx_dllm_plugin.decode.")
+
+
+def test_a_copy_does_not_depend_on_its_name(goldens: Path, tmp_path: Path) -> None:
+    """What only the name of a directory tells is in the config.json of a converted copy."""
+    import shutil
+
+    from mlx_lm.convert import convert
+
+    for source, name in (("sdar-b4", "SDAR-x-b8"), ("a2d_qwen3-bd3lm", "a2d_qwen3-bd3lm")):
+        shutil.copytree(goldens / "block" / source, tmp_path / name)
+        convert(str(tmp_path / name), mlx_path=str(tmp_path / f"copy of {source}".replace("-b", "_")))
+    sdar = mlx_dllm_plugin.load(tmp_path / "copy of sdar_4")[0].diffusion_spec
+    assert sdar.defaults["block_length"] == 8
+    assert sdar.sources["block_length"] == "config.json (block_length)"
+    bd3lm = mlx_dllm_plugin.load(tmp_path / "copy of a2d_qwen3_d3lm")[0].diffusion_spec
+    assert (bd3lm.attention, bd3lm.canvas) == ("block_causal", "growing")
+    assert bd3lm.sources["attention"] == "config.json (diffusion_attention)"

@@ -38,11 +38,12 @@ def families_table() -> str:
 
 
 def test_the_options_are_those_of_the_table() -> None:
-    rows = [
-        f"| `{o.name}` | {o.metadata['help']} | {'' if o.metadata['common'] else ', '.join(users(o.name))} |\n"
-        for o in table()
-        if not o.metadata["host"]
-    ]
+    rows = []
+    for option in table():
+        if not option.metadata["host"]:
+            where = "" if option.metadata["cli"] else " (Python only)"
+            only = "" if option.metadata["common"] else ", ".join(users(option.name))
+            rows.append(f"| `{option.name}` | {option.metadata['help']}{where} | {only} |\n")
     assert between("options") == "| option | meaning | only for the rules |\n|---|---|---|\n" + "".join(rows)
 
 

@@ -48,7 +48,13 @@ def run(args: argparse.Namespace, values: dict[str, Any]) -> int:
     if args.model is None:
         note("no --model given: using the demo checkpoint that comes with the plugin")
     model, tokenizer = _load(args.model or str(demo_path()), args.tokenizer)
-    canvas, masked = encode(tokenizer, parts, spec_of(model).mask_token_id or 0)
+    spec = spec_of(model)
+    if spec.sources["family"].startswith("forced") and options.mask_token_id is None:
+        raise DiffusionError(
+            f"{args.model} has no diffusion spec, and an autoregressive model cannot fill holes: if this one was trained "
+            "to, say which token is its mask with --mask-token-id."
+        )
+    canvas, masked = encode(tokenizer, parts, spec.mask_token_id or 0)
     start = time.perf_counter()
     result = infill(model, canvas, masked, options)
     seconds = time.perf_counter() - start
@@ -63,8 +69,13 @@ def run(args: argparse.Namespace, values: dict[str, Any]) -> int:
     print(text)
     count = sum(masked)
     per_forward = f"{count / result.nfe:.2f} tokens per forward"
-    print(f"{PREFIX} {count} tokens in {len(holes)} holes, {result.nfe} forwards, {per_forward}", file=sys.stderr)
+    parts_of_it = f"{_counted(count, 'token')} in {_counted(len(holes), 'hole')}, {_counted(result.nfe, 'forward')}"
+    print(f"{PREFIX} {parts_of_it}, {per_forward}", file=sys.stderr)
     return 0
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _read(text: str) -> str:
@@ -80,7 +91,8 @@ def _load(name: str, tokenizer: str | None) -> tuple[Any, Any]:
     from ..runtime import load
 
     try:
-        return load(name, tokenizer=tokenizer)[:2]
+        model, wrapper, _ = load(name, tokenizer=tokenizer)
+        return model, wrapper
     except DiffusionError:
         raise
     except Exception as error:

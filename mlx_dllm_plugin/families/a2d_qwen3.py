@@ -6,18 +6,33 @@ from __future__ import annotations
 from typing import Any
 
 from ..checkpoint import Checkpoint
+from ..errors import CheckpointError
+from ..spec import ATTENTION
 from . import Family, a2d, common
 
 SOURCE = "dllm's samplers"
 
 
 def shape(checkpoint: Checkpoint) -> dict[str, tuple[Any, str]]:
-    """A name with bd3lm in it is all there is to go by."""
+    """A copy that was made here says which it is. Of others, a name with bd3lm in it is all there is to go by."""
+    recorded = checkpoint.config.get(ATTENTION)
+    if recorded is not None:
+        if recorded not in ("bidirectional", "block_causal"):
+            where = checkpoint.path / "config.json"
+            raise CheckpointError(f"{where}: {ATTENTION} must be bidirectional or block_causal, got {recorded!r}.")
+        source = f"config.json ({ATTENTION})"
+        return _block_causal(source) if recorded == "block_causal" else {"attention": (recorded, source)}
     said = common.named(checkpoint, "bd3lm")
-    return {} if said is None else {"attention": ("block_causal", said[1]), "canvas": ("growing", said[1])}
+    return {} if said is None else _block_causal(said[1])
 
 
-def hint(checkpoint: Checkpoint) -> str:
+def _block_causal(source: str) -> dict[str, tuple[Any, str]]:
+    return {"attention": ("block_causal", source), "canvas": ("growing", source)}
+
+
+def hint(checkpoint: Checkpoint) -> str | None:
+    if checkpoint.config.get(ATTENTION) is not None:
+        return None
     said = common.named(checkpoint, "bd3lm")
     which = "BD3LM (block_causal)" if said else "MDLM (bidirectional)"
     why = f"because of {said[1]}" if said else "because no name of it has 'bd3lm' in it"

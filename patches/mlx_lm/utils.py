@@ -75,10 +75,11 @@ def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     given = dict(call.arguments)
     path = Path(given.pop("model_path"))
     path = _usable(path)
-    found = prepare(path, given["model_config"], cli.load_options())
+    command = cli.running()
+    decided = command is not None and "attention" in command.decoding
+    found = prepare(path, given["model_config"], cli.load_options(), hints=not decided)
     if found is None:
         return original(path, **given)
-    command = cli.running()
     if command is not None:
         command.diffusion = True
         if command.refuses:
