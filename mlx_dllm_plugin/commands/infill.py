@@ -51,8 +51,8 @@ def run(args: argparse.Namespace, values: dict[str, Any]) -> int:
     spec = spec_of(model)
     if spec.sources["family"].startswith("forced") and options.mask_token_id is None:
         raise DiffusionError(
-            f"{args.model} has no diffusion spec, and an autoregressive model cannot fill holes: if this one was trained "
-            "to, say which token is its mask with --mask-token-id."
+            f"{args.model} has no diffusion spec, and an autoregressive model cannot fill holes: if this one can, say "
+            "which token is its mask with --mask-token-id."
         )
     canvas, masked = encode(tokenizer, parts, spec.mask_token_id or 0)
     start = time.perf_counter()
