@@ -7,6 +7,7 @@ schedule, random key and options; they are left-padded to one width, and padding
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -391,7 +392,7 @@ class _Row:
         return Finished(self.index, reason, tuple(canvas), self.nfe, plan.empty_steps, self.prefills)
 
 
-class _Batch:
+class _Batch(ABC):
     """
     The rows that are decoded together. A subclass arranges their columns and runs the model.
 
@@ -409,7 +410,9 @@ class _Batch:
         self.model = model
         self.rule = rows[0].plan.rule
         self.shifted = rows[0].plan.shifted
+        self.width = max(len(row.plan.canvas) for row in rows)
         self.guided = any(row.plan.cfg_scale for row in rows)
+        self._given: mx.array | None = None
         shared = [name for name in rows[0].plan.values if all(name in row.plan.values for row in rows)]
         self.values = {name: mx.array([[row.plan.values[name]] for row in rows], dtype=mx.float32) for name in shared}
         self.never = self._banned([row.plan.never for row in rows])
@@ -440,28 +443,39 @@ class _Batch:
         stage = self.rows[i].stages[0]
         return np.flatnonzero((self.slot[i] >= stage.start) & (self.slot[i] < stage.end))
 
-    def canvas(self) -> tuple[mx.array, mx.array]:
-        """The first canvas [B, width] and which of it is masked."""
-        raise NotImplementedError
+    @abstractmethod
+    def first(self, row: _Row) -> int:
+        """The column of a row's first token in the canvas."""
 
+    @abstractmethod
     def forward(self, canvas: mx.array) -> mx.array:
         """The logits [B, W, V] of the columns that hold every row's stage, as the model computes them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def select(self, keep: list[int], canvas: mx.array, masked: mx.array) -> tuple[_Batch, mx.array, mx.array]:
         """The batch of the rows that go on, and their canvas and mask."""
-        raise NotImplementedError
 
-    def guides(self, canvas: mx.array, columns: Sequence[np.ndarray]) -> mx.array:
-        """The canvas twice, the second time with each row's given tokens (at ``columns``) masked."""
-        masks = np.zeros(canvas.shape, dtype=bool)
-        for i, (row, at) in enumerate(zip(self.rows, columns, strict=True)):
-            known = np.ones(len(row.plan.canvas), dtype=bool)
-            known[list(row.plan.slots)] = False
-            known &= ~np.isin(row.plan.canvas, sorted(row.plan.keep))
-            masks[i, at[known]] = True
+    def canvas(self) -> tuple[mx.array, mx.array]:
+        """The first canvas [B, width] and which of it is masked."""
+        canvas = np.zeros((len(self.rows), self.width), dtype=np.int32)
+        masked = np.zeros((len(self.rows), self.width), dtype=bool)
+        for i, row in enumerate(self.rows):
+            first = self.first(row)
+            canvas[i, first : first + len(row.plan.canvas)] = row.plan.canvas
+            masked[i, first + np.array(row.plan.slots)] = True
+        return mx.array(canvas), mx.array(masked)
+
+    def guides(self, canvas: mx.array) -> mx.array:
+        """The canvas twice, the second time with each row's given tokens masked."""
+        if self._given is None:
+            given = np.zeros(canvas.shape, dtype=bool)
+            for i, row in enumerate(self.rows):
+                known = ~np.isin(row.plan.canvas, sorted(row.plan.keep))
+                known[list(row.plan.slots)] = False
+                given[i, self.first(row) + np.flatnonzero(known)] = True
+            self._given = mx.array(given)
         ids = mx.array([[row.plan.mask_token_id] for row in self.rows], dtype=canvas.dtype)
-        return mx.concatenate([canvas, mx.where(mx.array(masks), ids, canvas)])
+        return mx.concatenate([canvas, mx.where(self._given, ids, canvas)])
 
     def guide(self, logits: mx.array) -> mx.array:
         """Lu + (scale + 1) (L - Lu) of the two halves [2B, W, V] (classifier-free guidance)."""
@@ -485,7 +499,6 @@ class _Whole(_Batch):
 
     def __init__(self, rows: list[_Row], family: Family, model: Any):
         super().__init__(rows, family, model)
-        self.width = max(len(row.plan.canvas) for row in rows)
         self.window = max(len(row.plan.canvas) - row.plan.slots[0] for row in rows)
         padding = [self.width - len(row.plan.canvas) for row in rows] * (2 if self.guided else 1)
         rank = self.rank("Rows of unequal length cannot be decoded together") if any(padding) else 4
@@ -497,17 +510,12 @@ class _Whole(_Batch):
         before = self.width - self.window
         self.place = mx.broadcast_to(mx.arange(before, self.width)[None], self.slot.shape)
 
-    def canvas(self) -> tuple[mx.array, mx.array]:
-        canvas = np.zeros((len(self.rows), self.width), dtype=np.int32)
-        masked = np.zeros((len(self.rows), self.width), dtype=bool)
-        for i, row in enumerate(self.rows):
-            canvas[i, self.width - len(row.plan.canvas) :] = row.plan.canvas
-        masked[:, self.width - self.window :] = self.slot >= 0
-        return mx.array(canvas), mx.array(masked)
+    def first(self, row: _Row) -> int:
+        return self.width - len(row.plan.canvas)
 
     def forward(self, canvas: mx.array) -> mx.array:
         if self.guided:
-            canvas = self.guides(canvas, [np.arange(self.width)[-len(row.plan.canvas) :] for row in self.rows])
+            canvas = self.guides(canvas)
         states = self.family.hidden(self.model, canvas, [self.cache] * len(getattr(self.model, "layers", ())))
         read = slice(self.width - self.window - self.shifted, self.width - self.shifted)
         return self.family.head(self.model, states[:, read])
@@ -526,23 +534,17 @@ class _Blocks(_Batch):
 
     def __init__(self, rows: list[_Row], family: Family, model: Any):
         super().__init__(rows, family, model)
-        self.width = max(len(row.plan.canvas) for row in rows)
         self.copies = 2 if self.guided else 1
         self.stored = [0] * len(rows)
         self.caches = [BlockCache() for _ in model.layers]
 
-    def canvas(self) -> tuple[mx.array, mx.array]:
-        canvas = np.zeros((len(self.rows), self.width), dtype=np.int32)
-        masked = np.zeros((len(self.rows), self.width), dtype=bool)
-        for i, row in enumerate(self.rows):
-            canvas[i, : len(row.plan.canvas)] = row.plan.canvas
-            masked[i, list(row.plan.slots)] = True
-        return mx.array(canvas), mx.array(masked)
+    def first(self, row: _Row) -> int:
+        return 0
 
     def forward(self, canvas: mx.array) -> mx.array:
         stages = [row.stages[0] for row in self.rows]
         if self.guided:
-            canvas = self.guides(canvas, [np.arange(len(row.plan.canvas)) for row in self.rows])
+            canvas = self.guides(canvas)
         self._prefill(canvas, stages)
         slots = [row.plan.slots[stage.start : stage.end] for row, stage in zip(self.rows, stages, strict=True)]
         # Shifted logits of a block's first column come from the column before, which may be stored already.

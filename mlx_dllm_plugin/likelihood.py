@@ -27,7 +27,7 @@ import numpy as np
 from .caches import FullCanvas
 from .decode import family_on, spec_of
 from .errors import DiffusionError
-from .spec import DiffusionSpec, check_mask_token_id
+from .spec import DiffusionSpec, mask_token_id_of
 
 METHODS = ("estimate", "exact", "batches", "reference")
 LONGEST_EXACT = 12  # tokens: 4095 canvases
@@ -210,7 +210,7 @@ class _Task:
         if not isinstance(cfg_scale, (int, float)) or isinstance(cfg_scale, bool) or not 0 <= cfg_scale < math.inf:
             raise DiffusionError(f"cfg_scale must be a number of 0 or more, got {cfg_scale!r}.")
         self.cfg_scale = float(cfg_scale)
-        self.mask_token_id = _mask_token_id(spec, mask_token_id)
+        self.mask_token_id = mask_token_id_of(spec, mask_token_id, "the caller")
         self.forwards = self.rows = 0
 
     def logprobs(self, masks: np.ndarray, batch: int) -> np.ndarray:
@@ -380,16 +380,6 @@ def _integers(values: Any) -> np.ndarray | None:
     if array.shape == (0,):
         return array.astype(np.int64)
     return array if array.dtype.kind in "iu" else None
-
-
-def _mask_token_id(spec: DiffusionSpec, given: int | None) -> int:
-    mask, source = given, "the caller"
-    if mask is None:
-        mask, source = spec.mask_token_id, spec.sources.get("mask_token_id", "the checkpoint")
-    if mask is None:
-        raise DiffusionError("The checkpoint does not say which token is its mask: give mask_token_id.")
-    check_mask_token_id(mask, spec.vocab_size, source)
-    return mask
 
 
 def _positive(name: str, value: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .errors import DiffusionError
 from .options import DecodingOptions
 from .samplers import RULES, Rule, users
-from .spec import DiffusionSpec, check_mask_token_id
+from .spec import DiffusionSpec, mask_token_id_of
 
 LONGEST_CANVAS = 2**20  # when the checkpoint names no context
 
@@ -86,7 +86,7 @@ def plan(spec: DiffusionSpec, prompt: Sequence[int], options: DecodingOptions) -
         DiffusionError: anything that cannot be decoded as asked, in one sentence.
     """
     spec = _chosen(spec, options)
-    mask = _mask_token_id(spec, options)
+    mask = mask_token_id_of(spec, options.mask_token_id)
     if not prompt:
         raise DiffusionError("The prompt is empty: give at least one token.")
     _check_ids(prompt, spec)
@@ -123,7 +123,7 @@ def plan_slots(
     _refuse_unused(rule, spec, options)
     if options.temp and options.sampler is not None:
         raise DiffusionError("Give temp or a sampler, not both: a sampler brings its own temperature.")
-    mask = _mask_token_id(spec, options)
+    mask = mask_token_id_of(spec, options.mask_token_id)
     _check_ids(canvas, spec)
     shifted = spec.logits == "shifted"
     if shifted and slots and slots[0] == 0:
@@ -183,18 +183,6 @@ def _chosen(spec: DiffusionSpec, options: DecodingOptions) -> DiffusionSpec:
     if "attention" in changes:
         changes["canvas"] = "growing" if changes["attention"] == "block_causal" else "fixed"
     return replace(spec, **changes) if changes else spec
-
-
-def _mask_token_id(spec: DiffusionSpec, options: DecodingOptions) -> int:
-    mask, source = options.mask_token_id, "the option"
-    if mask is None:
-        mask, source = spec.mask_token_id, spec.sources.get("mask_token_id", "the checkpoint")
-    if mask is None:
-        raise DiffusionError(
-            "The checkpoint does not say which token is its mask: give mask_token_id (--mask-token-id)."
-        )
-    check_mask_token_id(mask, spec.vocab_size, source)
-    return mask
 
 
 def _check_ids(ids: Sequence[int], spec: DiffusionSpec) -> None:

@@ -23,7 +23,7 @@ from .checkpoint import resolve_run_directory as _resolve
 from .decode import bidirectional_forward
 from .errors import CheckpointError, DiffusionError, note
 from .families import Family, a2d, family_of
-from .spec import ATTENTION, FORCED, DiffusionSpec, detect, resolve
+from .spec import ATTENTION, FORCED, DiffusionSpec, announce, detect, resolve
 
 __all__ = ["A2DConfig", "bidirectional_forward", "complete_run", "load", "load_with_spec"]
 
@@ -77,15 +77,11 @@ def load(path_or_repo: str | Path, *, tokenizer: str | Path | None = None) -> tu
     else:
         family = detect(checkpoint) or stock
     plain = inspect.unwrap(utils.load_model)
-    if checkpoint.provenance:
-        note(f"warning: {checkpoint.provenance}")
+    announce(checkpoint, family)
     if family is None:
         model, config = plain(checkpoint.path)
     else:
         model, config = load_with_spec(plain, checkpoint.path, family, resolve(checkpoint, family))
-        hint = family.hint(checkpoint)
-        if hint is not None:
-            note(hint)
     extra = None if family is None else tokenizer_arguments(source, {})
     wrapper = inspect.unwrap(utils.load_tokenizer)(source, extra, eos_token_ids=config.get("eos_token_id"))
     if family is not None and not family.thinks:

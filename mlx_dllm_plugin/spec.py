@@ -174,6 +174,18 @@ def check_mask_token_id(mask: Any, vocab_size: int, source: str) -> None:
         )
 
 
+def mask_token_id_of(spec: DiffusionSpec, given: int | None, source: str = "the option") -> int:
+    """The mask a caller gave, else the checkpoint's. Raises DiffusionError when neither says, or it is no id."""
+    if given is None:
+        given, source = spec.mask_token_id, spec.sources.get("mask_token_id", "the checkpoint")
+    if given is None:
+        raise DiffusionError(
+            "The checkpoint does not say which token is its mask: give mask_token_id (--mask-token-id)."
+        )
+    check_mask_token_id(given, spec.vocab_size, source)
+    return given
+
+
 def prepare(
     path: Path, overrides: dict[str, Any] | None, options: LoadOptions, *, hints: bool = True
 ) -> tuple[Family, DiffusionSpec] | None:
@@ -204,12 +216,17 @@ def prepare(
         )
     spec = resolve(checkpoint, family)
     check_mask_token_id(spec.mask_token_id, spec.vocab_size, spec.sources["mask_token_id"])
+    announce(checkpoint, family if hints else None)
+    return family, spec
+
+
+def announce(checkpoint: Checkpoint, family: Family | None) -> None:
+    """Say what the user should know of a checkpoint that is loaded: of its run, and what its family had to assume."""
     if checkpoint.provenance:
         note(f"warning: {checkpoint.provenance}")
-    hint = family.hint(checkpoint) if hints else None
+    hint = family.hint(checkpoint) if family is not None else None
     if hint is not None:
         note(hint)
-    return family, spec
 
 
 def _mask_token_id(checkpoint: Checkpoint, family: Family) -> tuple[Any, str]:

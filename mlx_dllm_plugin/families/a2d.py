@@ -115,14 +115,13 @@ def drop_tied_head(weights: Weights, embedding: str) -> Weights:
     return {name: value for name, value in weights.items() if name != "lm_head.weight"}
 
 
-def only(config: dict[str, Any], key: str, *accepted: Any) -> None:
-    """Raises DiffusionError for a setting that mlx-lm's model would silently ignore. Absent or null counts as the
-    first accepted value."""
+def only(config: dict[str, Any], key: str, *accepted: Any, why: str = "mlx-lm's model only computes {!r}") -> None:
+    """Raises DiffusionError for a setting that the model would silently ignore. Absent or null counts as the first
+    accepted value."""
     value = config.get(key)
     if value is not None and value not in accepted:
         raise DiffusionError(
-            f"{config.get('model_type')} with {key} = {value!r} cannot be decoded: mlx-lm's model only computes "
-            f"{accepted[0]!r}."
+            f"{config.get('model_type')} with {key} = {value!r} cannot be decoded: {why.format(accepted[0])}."
         )
 
 

@@ -4,7 +4,7 @@ write them, and how transformers' configurations are brought to what mlx-lm's mo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,14 @@ def plain(weights: Weights) -> Weights:
 
 def plain_quantization(config: dict[str, Any]) -> None:
     """The same for the names of modules in the quantization of config.json."""
+    rename_quantization(config, lambda name: name.removeprefix(VLM_PREFIX))
+
+
+def rename_quantization(config: dict[str, Any], rename: Callable[[str], str]) -> None:
+    """Give modules with a quantization of their own the names that the weights get."""
     for key in ("quantization", "quantization_config"):
         if isinstance(config.get(key), dict):
-            config[key] = {name.removeprefix(VLM_PREFIX): value for name, value in config[key].items()}
+            config[key] = {rename(name): value for name, value in config[key].items()}
 
 
 def plain_experts(weights: Weights) -> Weights:

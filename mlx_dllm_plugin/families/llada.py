@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..checkpoint import Checkpoint
-from ..errors import DiffusionError
-from . import Family, common
+from . import Family, a2d, common
 
 
 def claims(checkpoint: Checkpoint) -> bool:
@@ -25,14 +24,8 @@ def chat_defaults(source: str) -> Callable[[Checkpoint], dict[str, tuple[Any, st
 
 
 def only(config: dict[str, Any], key: str, *accepted: Any) -> None:
-    """Raises DiffusionError for a setting that the architecture here does not compute. Absent or null counts as the
-    first accepted value."""
-    value = config.get(key)
-    if value is not None and value not in accepted:
-        raise DiffusionError(
-            f"{config.get('model_type')} with {key} = {value!r} cannot be decoded: only {key} = {accepted[0]!r} is "
-            "implemented."
-        )
+    """:func:`a2d.only`, for the architectures here."""
+    a2d.only(config, key, *accepted, why=f"only {key} = {{!r}} is implemented")
 
 
 def default_rope(config: dict[str, Any], rope: dict[str, Any] | None) -> None:
@@ -45,10 +38,7 @@ def rename_quantization(config: dict[str, Any]) -> None:
     """Layers with a quantization of their own, under the names that the weights get."""
     from ..models.llada import rename
 
-    for block in ("quantization", "quantization_config"):
-        settings = config.get(block)
-        if isinstance(settings, dict):
-            config[block] = {rename(key): value for key, value in settings.items()}
+    common.rename_quantization(config, rename)
 
 
 def prepare_config(config: dict[str, Any]) -> None:

@@ -80,24 +80,38 @@ class ModelArgs(BaseModelArgs):
 
 
 class Attention(nn.Module):
-    def __init__(self, args: ModelArgs):
+    """
+    Args:
+        head_dim: default: the hidden size shared among the heads.
+        rotary: dimensions of a head that are turned; default: all.
+        qk_norm: norms of queries and keys, per head.
+    """
+
+    def __init__(self, args: Any, head_dim: int | None = None, rotary: int | None = None, qk_norm: bool = False):
         super().__init__()
         self.n_heads = args.num_attention_heads
         self.n_kv_heads = args.num_key_value_heads or args.num_attention_heads
-        head_dim = args.hidden_size // self.n_heads
+        head_dim = head_dim or args.hidden_size // self.n_heads
         self.scale = head_dim**-0.5
         self.q_proj = nn.Linear(args.hidden_size, self.n_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(args.hidden_size, self.n_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(args.hidden_size, self.n_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(self.n_heads * head_dim, args.hidden_size, bias=False)
-        self.rope = nn.RoPE(head_dim, traditional=False, base=args.rope_theta)
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.q_norm = nn.RMSNorm(head_dim, eps=args.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, eps=args.rms_norm_eps)
+        self.rope = nn.RoPE(head_dim if rotary is None else rotary, traditional=False, base=args.rope_theta)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """x [B, L, D] -> [B, L, D]."""
         B, L, _ = x.shape
-        queries = self.q_proj(x).reshape(B, L, self.n_heads, -1).transpose(0, 2, 1, 3)
-        keys = self.k_proj(x).reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        queries = self.q_proj(x).reshape(B, L, self.n_heads, -1)
+        keys = self.k_proj(x).reshape(B, L, self.n_kv_heads, -1)
         values = self.v_proj(x).reshape(B, L, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        if self.qk_norm:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
         if cache is not None:
             queries = self.rope(queries, offset=cache.offset)
             keys = self.rope(keys, offset=cache.offset)
@@ -120,10 +134,10 @@ class MLP(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: Any, attention: Attention, mlp: nn.Module):
         super().__init__()
-        self.self_attn = Attention(args)
-        self.mlp = MLP(args.hidden_size, args.intermediate_size)
+        self.self_attn = attention
+        self.mlp = mlp
         self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
@@ -133,10 +147,10 @@ class TransformerBlock(nn.Module):
 
 
 class LLaDAModel(nn.Module):
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: Any, layers: list[TransformerBlock]):
         super().__init__()
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
-        self.layers = [TransformerBlock(args) for _ in range(args.num_hidden_layers)]
+        self.layers = layers
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
@@ -150,13 +164,17 @@ class LLaDAModel(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: Any):
         super().__init__()
         self.args = args
         self.model_type = args.model_type
-        self.model = LLaDAModel(args)
+        self.model = LLaDAModel(args, [self.block(args, i) for i in range(args.num_hidden_layers)])
         if not args.tie_word_embeddings:
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+
+    def block(self, args: Any, number: int) -> TransformerBlock:
+        """One of the layers."""
+        return TransformerBlock(args, Attention(args), MLP(args.hidden_size, args.intermediate_size))
 
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         """Ids [B, T] -> logits [B, T, V] of the tokens at the same positions."""

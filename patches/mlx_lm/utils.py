@@ -101,8 +101,8 @@ def load_tokenizer(
     if not is_applied("mlx_lm.utils", "load_model") and detect_at(Path(model_path)) is not None:
         _require("mlx_lm.utils", "load_model")
     source = extra.pop("tokenizer", None) or cli.load_options().tokenizer
-    model_path = path = given = _local(Path(model_path))
-    diffusion = _is_diffusion(path)
+    model_path = path = _local(Path(model_path))
+    diffusion, family = _detected(path)
     if source is not None:
         path = Path(source)
         if path.is_dir():
@@ -117,7 +117,7 @@ def load_tokenizer(
         )
     if diffusion:
         tokenizer = original(model_path, tokenizer_arguments(path, extra), *args, **kwargs)
-        if not _thinks(given):
+        if family is not None and not family.thinks:
             stop_thinking(tokenizer)
         return tokenizer
     return original(model_path, extra if tokenizer_config_extra is not None else None, *args, **kwargs)
@@ -132,31 +132,20 @@ def _local(path: Path) -> Path:
     return Path(utils._download(str(path), allow_patterns=_WITHOUT_WEIGHTS))
 
 
-def _thinks(path: Path) -> bool:
-    """Whether mlx-lm's own choice of thinking holds for a diffusion checkpoint."""
-    from ...spec import detect_at
-
-    try:
-        family = detect_at(path, cli.load_options().family)
-    except DiffusionError:  # one that is refused
-        return True
-    return family is None or family.thinks
-
-
-def _is_diffusion(path: Path) -> bool:
-    """Whether a directory holds a diffusion checkpoint, or one that is refused. A config.json that cannot be read is
-    the host's affair."""
+def _detected(path: Path) -> tuple[bool, Any]:
+    """Whether a directory holds a diffusion checkpoint, or one that is refused; and its family, where it has one. A
+    config.json that cannot be read is the host's affair."""
     from ...spec import detect_at
 
     options = cli.load_options()
+    asked = options.mode == "diffusion" and (path / "config.json").is_file()
     try:
-        return (path / "config.json").is_file() and (
-            options.mode == "diffusion" or detect_at(path, options.family) is not None
-        )
+        family = detect_at(path, options.family)
     except CheckpointError:
-        return False
+        return asked, None
     except DiffusionError:
-        return True
+        return True, None
+    return asked or family is not None, family
 
 
 def sharded_load(original: Any, /, repo: Any, *args: Any, **kwargs: Any) -> Any:
