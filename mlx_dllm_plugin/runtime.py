@@ -126,7 +126,7 @@ def load_with_spec(
     # A converted copy must not pass for an autoregressive model.
     if family.a2d:
         config.setdefault("a2d", {"objective": "mdlm"})
-    elif spec.sources.get("family", "").startswith("forced"):
+    elif spec.forced:
         config[FORCED] = family.name
     # Nor must it depend on the name of its directory.
     if "attention" in family.variants:

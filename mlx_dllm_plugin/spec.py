@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SHAPE = ("logits", "attention", "canvas", "unmasking", "block_origin")
 _FROM_FAMILY = (*_SHAPE, "stop_token_ids", "variants")
+_BY_OPTION = "forced by the family option"
 ATTENTION = "diffusion_attention"  # in the config.json of a copy whose other files do not tell
 FORCED = "diffusion_family"  # in the config.json of a copy whose family had to be forced
 
@@ -56,6 +57,11 @@ class DiffusionSpec:
     block_origin: Literal["start", "prompt_end"] = "start"
     stop_token_ids: tuple[int, ...] = ()
     variants: tuple[str, ...] = ()
+
+    @property
+    def forced(self) -> bool:
+        """Nothing in the checkpoint says that it is a diffusion model: a caller did."""
+        return self.sources.get("family") == _BY_OPTION
 
 
 def detect(checkpoint: Checkpoint, family: str | None = None) -> Family | None:
@@ -133,7 +139,7 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
     if checkpoint.a2d is not None:
         sources["family"] = "the a2d block"
     elif not family.claims(checkpoint):
-        sources["family"] = "forced by the family option"
+        sources["family"] = _BY_OPTION
     else:
         is_run = checkpoint.manifest is not None and config.get("model_type") == family.name
         sources["family"] = "the run's manifest" if is_run else "config.json"

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, values: dict[str, Any]) -> int:
         note("no --model given: using the demo checkpoint that comes with the plugin")
     model, tokenizer = _load(args.model or str(demo_path()), args.tokenizer)
     spec = spec_of(model)
-    if spec.sources["family"].startswith("forced") and options.mask_token_id is None:
+    if spec.forced and options.mask_token_id is None:
         raise DiffusionError(
             f"{args.model} has no diffusion spec, and an autoregressive model cannot fill holes: if this one can, say "
             "which token is its mask with --mask-token-id."
