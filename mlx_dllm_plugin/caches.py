@@ -59,6 +59,108 @@ class FullCanvas(AttentionPolicy):
         return self._mask
 
 
+class WindowCache(FullCanvas):
+    """
+    Keys and values of a whole canvas, of which a forward recomputes a window and sees the rest as it was. A window that
+    reaches to the canvas's end is Fast-dLLM's prefix cache, one over a block its dual cache. One object per layer.
+
+    A forward may carry shadows (WINO): its rows a second time, with masks in ``shadow`` columns. Nothing sees them but
+    they each other; each sees all of the row but the column it stands in for.
+
+    Args:
+        padding, width, rank: as in FullCanvas.
+        keeps: store keys and values, otherwise every forward has to compute the whole canvas.
+    """
+
+    def __init__(self, padding: Sequence[int], width: int, rank: int = 4, *, keeps: bool = True):
+        super().__init__(padding, width, rank)
+        self.padding, self.width, self.keeps, self._rank = list(padding), width, keeps, rank
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._columns_seen = self._mask
+        self.use((0, width), None, None)
+
+    def use(self, window: tuple[int, int], rows: Sequence[int] | None, shadow: tuple[int, int] | None) -> None:
+        """
+        What the next forward computes.
+
+        Args:
+            window: its columns.
+            rows: which rows of the batch; None: all.
+            shadow: the columns of its shadows, if it has any.
+        """
+        self.start, end = window
+        self._rows = None if rows is None else mx.array(list(rows))
+        self._shadow = shadow
+        padding = self.padding if rows is None else [self.padding[i] for i in rows]
+        seen = self._columns_seen
+        if seen is not None and self._rows is not None:
+            seen = seen[self._rows]
+        self._mask = seen
+        if shadow is not None:
+            self._mask = self._shadow_mask(seen, len(padding), end - self.start, shadow)
+            padding = [*padding, *padding]
+        self.offset = self.start - mx.array(padding, dtype=mx.int32) if any(padding) else self.start
+
+    def _shadow_mask(self, seen: mx.array | None, rows: int, length: int, shadow: tuple[int, int]) -> mx.array:
+        """[2 * rows, 1, length, width + shadow]: what rows and then their shadows see."""
+        first, last = shadow
+        shape = (rows, *[1] * (self._rank - 3), length, self.width)
+        real = mx.ones(shape, dtype=mx.bool_) if seen is None else mx.broadcast_to(seen, shape)
+        query, key = mx.arange(self.start, self.start + length)[:, None], mx.arange(self.width)[None]
+        stands_in = (query >= first) & (query < last)
+        theirs = mx.broadcast_to(stands_in, (*shape[:-1], last - first))
+        above = mx.concatenate([real, mx.zeros_like(theirs)], axis=-1)
+        below = mx.concatenate([real & ~(stands_in & (query == key)), theirs], axis=-1)
+        return mx.concatenate([above, below])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self._shadow is None:
+            return self._fetch(keys, values)
+        (keys, keys_below), (values, values_below) = mx.split(keys, 2), mx.split(values, 2)
+        keys, values = self._fetch(keys, values)
+        first, last = (column - self.start for column in self._shadow)
+        return (
+            mx.tile(mx.concatenate([keys, keys_below[:, :, first:last]], axis=2), (2, 1, 1, 1)),
+            mx.tile(mx.concatenate([values, values_below[:, :, first:last]], axis=2), (2, 1, 1, 1)),
+        )
+
+    def _fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if keys.shape[2] == self.width:
+            if self.keeps:
+                self.keys, self.values = self._stored(self.keys, keys), self._stored(self.values, values)
+            return keys, values
+        assert self.keys is not None and self.values is not None  # a stage begins with the whole canvas
+        # In place where all rows take part: what a window overwrites it computes anew until all is computed again.
+        whole = (self.keys, self.values) if self._rows is None else (self.keys[self._rows], self.values[self._rows])
+        for kept, new in zip(whole, (keys, values), strict=True):
+            kept[:, :, self.start : self.start + new.shape[2]] = new
+        return whole
+
+    def _stored(self, kept: mx.array | None, new: mx.array) -> mx.array:
+        if self._rows is None:
+            return new
+        if kept is None:
+            kept = mx.zeros((len(self.padding), *new.shape[1:]), dtype=new.dtype)
+        kept[self._rows] = new
+        return kept
+
+    def take_over(self, other: WindowCache, rows: Sequence[int], dropped: int) -> None:
+        """Take what another one stored of these rows, without its first ``dropped`` columns."""
+        if other.keys is not None and other.values is not None:
+            at = mx.array(list(rows))
+            self.keys, self.values = other.keys[at, :, dropped:], other.values[at, :, dropped:]
+
+
+class PartOfBlock:
+    """The columns of a forward of part of one row's block: they see all that is stored and the whole block."""
+
+    mask: mx.array | None = None
+
+    def __init__(self, start: int, end: int):
+        self.offset, self.end = start, end
+
+
 class BlockWindow:
     """
     Where a forward of block-causal rows stands: its columns, and what they see. One object for all layers.
@@ -113,13 +215,16 @@ class BlockWindow:
 class BlockCache(AttentionPolicy):
     """
     Keys and values of the blocks that are final, for block-causal attention: a forward sees them and its own window,
-    and keeps nothing until :meth:`keep`. One object per layer.
+    and keeps nothing until :meth:`keep`. Of a block that is computed in parts, ``inside`` are the keys and values of
+    all its columns when it was last computed as a whole. One object per layer.
     """
 
     def __init__(self) -> None:
-        self.window: BlockWindow | None = None
+        self.window: BlockWindow | PartOfBlock | None = None
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        self.inside: tuple[mx.array, mx.array] | None = None
+        self.inside_end = 0  # the column where that block ends
         self._new: tuple[mx.array, mx.array] | None = None
 
     @property
@@ -127,7 +232,16 @@ class BlockCache(AttentionPolicy):
         return self.window.offset if self.window is not None else 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self._new = keys, values
+        if isinstance(self.window, PartOfBlock):
+            assert self.inside is not None
+            first = self.inside_end - self.inside[0].shape[2]
+            a, b = self.window.offset - first, self.window.end - first
+            keys, values = (
+                mx.concatenate([old[:, :, :a], new, old[:, :, b:]], axis=2)
+                for old, new in zip(self.inside, (keys, values), strict=True)
+            )
+        else:
+            self._new = keys, values
         if self.keys is None or self.values is None:
             return keys, values
         return mx.concatenate([self.keys, keys], axis=2), mx.concatenate([self.values, values], axis=2)
@@ -135,17 +249,21 @@ class BlockCache(AttentionPolicy):
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         return self.window.mask if self.window is not None else None
 
-    def keep(self, upto: Sequence[int]) -> None:
-        """Store the last forward's keys and values of the columns before ``upto`` [per row]."""
-        assert self.window is not None and self._new is not None
+    def keep(self, upto: Sequence[int], inside: bool = False) -> None:
+        """Store the last forward's keys and values of the columns before ``upto`` [per row]; with ``inside`` remember
+        the others of its only row, until the next such forward."""
+        assert isinstance(self.window, BlockWindow) and self._new is not None
         keys, values = self._new
         self._new = None
+        first = max(upto[0], self.window.stored[0]) - self.window.visible[0]
+        self.inside = (keys[:, :, first:], values[:, :, first:]) if inside and first < 0 else None
+        self.inside_end = self.window.visible[0]
         self.keys = self._joined(self.keys, keys, upto)
         self.values = self._joined(self.values, values, upto)
 
     def _joined(self, kept: mx.array | None, new: mx.array, upto: Sequence[int]) -> mx.array | None:
         window = self.window
-        assert window is not None
+        assert isinstance(window, BlockWindow)
         spans = []
         for stored, visible, end in zip(window.stored, window.visible, upto, strict=True):
             first = visible - window.width

@@ -7,22 +7,22 @@ schedule, random key and options; they are left-padded to one width, and padding
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from .caches import BlockCache, BlockWindow, FullCanvas
+from .batch import Batch, batches
+from .caches import FullCanvas
 from .errors import DiffusionError
 from .families import FAMILIES, Family
 from .families.a2d import whole
 from .options import DecodingOptions
-from .plan import Plan, Stage, plan, plan_slots
-from .samplers import Candidates, Rule
+from .plan import Plan, plan, plan_slots
+from .samplers import Candidates, Doubts, Ranking, Rule
 from .spec import DiffusionSpec
 
 TOP_LOGPROBS = 20
@@ -82,13 +82,15 @@ class Logprobs:
 @dataclass(frozen=True)
 class Commit:
     """Tokens that one forward committed to a row: ``positions`` count from the start of the row's canvas, ascending;
-    ``step`` counts the row's forwards from 0."""
+    ``step`` counts the row's forwards from 0. ``masked`` are positions committed before that a rule which revises
+    (WINO) has masked again."""
 
     row: int
     step: int
     positions: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = field(repr=False, default=())
+    masked: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class Released:
 @dataclass(frozen=True)
 class Finished:
     """The last event of a row. ``reason`` is ``stop`` (end of sequence) or ``length``; ``canvas`` may hold masks after
-    the end of the output; ``prefills`` counts forwards of the prompt alone, which ``nfe`` does not."""
+    the end of the output; ``prefills`` counts forwards of the prompt alone, which ``nfe`` does not; ``columns`` the
+    columns that the denoising forwards computed."""
 
     row: int
     reason: str
@@ -123,6 +126,7 @@ class Finished:
     nfe: int
     empty_steps: int
     prefills: int = 0
+    columns: int = 0
 
 
 Event = Commit | BlockDone | Released | Finished
@@ -141,6 +145,7 @@ class DecodingResult:
         commits: what each forward committed, in order.
         logprobs: one entry per output token, and one for the end-of-sequence token when it stopped there.
         prefills: forwards of the prompt alone, of models with block-causal attention.
+        columns: columns of the canvas that the denoising forwards computed, all together.
     """
 
     tokens: list[int]
@@ -152,6 +157,7 @@ class DecodingResult:
     commits: list[Commit]
     logprobs: list[Logprobs]
     prefills: int = 0
+    columns: int = 0
 
     @property
     def generated_tokens(self) -> int:
@@ -307,10 +313,7 @@ def spec_of(model: Any) -> DiffusionSpec:
     return spec
 
 
-Row = tuple[Plan, DecodingOptions]
-
-
-class _Row:
+class Row:
     """A row's state: what is committed, what is released, and its random key."""
 
     def __init__(self, index: int, plan: Plan, options: DecodingOptions, vocab_size: int):
@@ -325,7 +328,11 @@ class _Row:
         self.released = 0
         self.nfe = 0
         self.prefills = 0
+        self.columns = 0
+        self.age = 0  # forwards since all columns were computed
         self.seen = 0
+        self.ended = len(plan.slots)  # the first slot with an end of sequence, where that matters
+        self.cut = False  # its canvas after that is to be overwritten
         self.reason: str | None = None if plan.cap else "length"
         self.key: mx.array | None = None
 
@@ -344,6 +351,12 @@ class _Row:
         counts = self.stages[0].counts
         return counts[min(self.step, len(counts) - 1)] if counts else 1
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The slots that may be committed in the next step."""
+        stage = self.stages[0]
+        return stage.start, min(stage.end, self.ended + 1) if self.plan.after_eos == "skip" else stage.end
+
     def draw(self) -> mx.array:
         """The row's next random key."""
         if self.key is None:
@@ -352,23 +365,40 @@ class _Row:
         self.key, key = mx.random.split(self.key)
         return key
 
-    def commit(self, at: Sequence[int], tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> Iterator[Event]:
-        """Take over what a forward committed to the slots ``at``, and say what follows from it."""
+    def commit(self, picked: Picked) -> Iterator[Event]:
+        """Take over what a forward committed, and say what follows from it."""
         stage = self.stages[0]
         slots = self.plan.slots
         self.nfe += 1
         self.step += 1
         self.seen = stage.visible
-        for slot, token, entry in zip(at, tokens, logprobs, strict=True):
+        for slot in picked.masked:
+            self.tokens[slot] = self.logprobs[slot] = None
+        for slot, token, entry in zip(picked.slots, picked.tokens, picked.logprobs, strict=True):
             self.tokens[slot], self.logprobs[slot] = token, entry
-        yield Commit(self.index, self.nfe - 1, tuple(slots[slot] for slot in at), tuple(tokens), tuple(logprobs))
+        if self.plan.after_eos != "fill":
+            last = self.ended
+            self.ended = next((n for n, token in enumerate(self.tokens) if token in self.plan.eos), len(slots))
+            if self.plan.after_eos == "eos" and self.ended < last:
+                self.tokens[self.ended + 1 :] = [self.tokens[self.ended]] * (len(slots) - self.ended - 1)
+                self.cut = True
+        yield Commit(
+            self.index,
+            self.nfe - 1,
+            tuple(slots[slot] for slot in picked.slots),
+            tuple(picked.tokens),
+            picked.logprobs,
+            tuple(slots[slot] for slot in picked.masked),
+        )
         if None not in self.tokens[stage.start : stage.end]:
             self.stages.popleft()
             self.step = 0
             if stage.block is not None:
                 yield BlockDone(self.index, *stage.block)
-        first = self.released
-        while self.reason is None and self.tokens[self.released] is not None:
+        first, final = self.released, len(slots)
+        if self.plan.rule.revise is not None and self.stages:
+            final = self.stages[0].start  # what stands in a stage that goes on may still be masked again
+        while self.reason is None and self.released < final and self.tokens[self.released] is not None:
             self.released += 1
             if self.tokens[self.released - 1] in self.plan.eos:
                 self.reason = "stop"
@@ -389,252 +419,26 @@ class _Row:
         if plan.block_length is not None:
             canvas = canvas[: max(self.seen, plan.slots[self.released - 1] + 1 if self.released else 0)]
         reason = self.reason or "length"
-        return Finished(self.index, reason, tuple(canvas), self.nfe, plan.empty_steps, self.prefills)
+        return Finished(self.index, reason, tuple(canvas), self.nfe, plan.empty_steps, self.prefills, self.columns)
 
 
-class _Batch(ABC):
-    """
-    The rows that are decoded together. A subclass arranges their columns and runs the model.
-
-    Args of a step, which :meth:`forward` sets with the logits it returns:
-        slot: [B, W], which slot of its row a column of those logits is, or -1.
-        place: [B, W], which column of the canvas it is.
-    """
-
-    slot: np.ndarray
-    place: mx.array
-
-    def __init__(self, rows: list[_Row], family: Family, model: Any):
-        self.rows = rows
-        self.family = family
-        self.model = model
-        self.rule = rows[0].plan.rule
-        self.shifted = rows[0].plan.shifted
-        self.width = max(len(row.plan.canvas) for row in rows)
-        self.guided = any(row.plan.cfg_scale for row in rows)
-        self._given: mx.array | None = None
-        shared = [name for name in rows[0].plan.values if all(name in row.plan.values for row in rows)]
-        self.values = {name: mx.array([[row.plan.values[name]] for row in rows], dtype=mx.float32) for name in shared}
-        self.never = self._banned([row.plan.never for row in rows])
-        self.suppressed = self._banned([row.plan.suppressed for row in rows])
-        self.late = self._banned([row.plan.late for row in rows])
-        self.masks = self._banned([(row.plan.mask_token_id,) for row in rows]) if self.rule.drop_mask else None
-
-    def _banned(self, ids: Sequence[tuple[int, ...]]) -> mx.array | None:
-        """Added to logits [B, W, V]: minus infinity at each row's ids, or None when there are none."""
-        if not any(ids):
-            return None
-        banned = np.zeros((len(ids), 1, self.rows[0].vocab_size), dtype=np.float32)
-        for i, own in enumerate(ids):
-            banned[i, 0, list(own)] = -np.inf
-        return mx.array(banned)
-
-    def spread(self, parts: list[mx.array]) -> mx.array:
-        """Per row a value for each slot of its stage [n] -> per column [B, W]; anything in the other columns."""
-        return mx.stack(
-            [
-                part[mx.array(np.clip(slot - row.stages[0].start, 0, len(part) - 1))]
-                for row, part, slot in zip(self.rows, parts, self.slot, strict=True)
-            ]
-        )
-
-    def columns(self, i: int) -> np.ndarray:
-        """The columns of the slots of row i's stage in the logits of this step."""
-        stage = self.rows[i].stages[0]
-        return np.flatnonzero((self.slot[i] >= stage.start) & (self.slot[i] < stage.end))
-
-    @abstractmethod
-    def first(self, row: _Row) -> int:
-        """The column of a row's first token in the canvas."""
-
-    @abstractmethod
-    def forward(self, canvas: mx.array) -> mx.array:
-        """The logits [B, W, V] of the columns that hold every row's stage, as the model computes them."""
-
-    @abstractmethod
-    def select(self, keep: list[int], canvas: mx.array, masked: mx.array) -> tuple[_Batch, mx.array, mx.array]:
-        """The batch of the rows that go on, and their canvas and mask."""
-
-    def canvas(self) -> tuple[mx.array, mx.array]:
-        """The first canvas [B, width] and which of it is masked."""
-        canvas = np.zeros((len(self.rows), self.width), dtype=np.int32)
-        masked = np.zeros((len(self.rows), self.width), dtype=bool)
-        for i, row in enumerate(self.rows):
-            first = self.first(row)
-            canvas[i, first : first + len(row.plan.canvas)] = row.plan.canvas
-            masked[i, first + np.array(row.plan.slots)] = True
-        return mx.array(canvas), mx.array(masked)
-
-    def guides(self, canvas: mx.array) -> mx.array:
-        """The canvas twice, the second time with each row's given tokens masked."""
-        if self._given is None:
-            given = np.zeros(canvas.shape, dtype=bool)
-            for i, row in enumerate(self.rows):
-                known = ~np.isin(row.plan.canvas, sorted(row.plan.keep))
-                known[list(row.plan.slots)] = False
-                given[i, self.first(row) + np.flatnonzero(known)] = True
-            self._given = mx.array(given)
-        ids = mx.array([[row.plan.mask_token_id] for row in self.rows], dtype=canvas.dtype)
-        return mx.concatenate([canvas, mx.where(self._given, ids, canvas)])
-
-    def guide(self, logits: mx.array) -> mx.array:
-        """Lu + (scale + 1) (L - Lu) of the two halves [2B, W, V] (classifier-free guidance)."""
-        with_prompt, without = mx.split(logits, 2)
-        scale = mx.array([[[row.plan.cfg_scale]] for row in self.rows], dtype=mx.float32)
-        return mx.where(scale > 0, without + (scale + 1) * (with_prompt - without), with_prompt)
-
-    def rank(self, what: str) -> int:
-        """The rank of the attention's scores. Raises DiffusionError when nobody knows it."""
-        if self.family.score_rank is None:
-            raise DiffusionError(
-                f"{what} by the family {self.family.name}, which does not say the rank of its attention scores: "
-                "decode them one by one."
-            )
-        return self.family.score_rank(self.model)
-
-
-class _Whole(_Batch):
-    """Rows whose model sees the whole canvas, recomputed in every step. They are padded on the left to one width, and
-    all slots lie in the last ``window`` columns."""
-
-    def __init__(self, rows: list[_Row], family: Family, model: Any):
-        super().__init__(rows, family, model)
-        self.window = max(len(row.plan.canvas) - row.plan.slots[0] for row in rows)
-        padding = [self.width - len(row.plan.canvas) for row in rows] * (2 if self.guided else 1)
-        rank = self.rank("Rows of unequal length cannot be decoded together") if any(padding) else 4
-        self.cache = FullCanvas(padding, self.width, rank)
-        self.slot = np.full((len(rows), self.window), -1)
-        for i, row in enumerate(rows):
-            at = np.array(row.plan.slots) + (self.window - len(row.plan.canvas))
-            self.slot[i, at] = np.arange(len(row.plan.slots))
-        before = self.width - self.window
-        self.place = mx.broadcast_to(mx.arange(before, self.width)[None], self.slot.shape)
-
-    def first(self, row: _Row) -> int:
-        return self.width - len(row.plan.canvas)
-
-    def forward(self, canvas: mx.array) -> mx.array:
-        if self.guided:
-            canvas = self.guides(canvas)
-        states = self.family.hidden(self.model, canvas, [self.cache] * len(getattr(self.model, "layers", ())))
-        read = slice(self.width - self.window - self.shifted, self.width - self.shifted)
-        return self.family.head(self.model, states[:, read])
-
-    def select(self, keep: list[int], canvas: mx.array, masked: mx.array) -> tuple[_Batch, mx.array, mx.array]:
-        batch = _Whole([self.rows[i] for i in keep], self.family, self.model)
-        at = mx.array(keep)
-        return batch, canvas[at][:, -batch.width :], masked[at][:, -batch.width :]
-
-
-class _Blocks(_Batch):
-    """Rows whose model sees all up to a block's end. Keys and values of final blocks are kept: a block's are stored by
-    the first forward of the next one, so that they cost no forward of their own. Rows stand at blocks of their own."""
-
-    PREFILL = 512  # columns of the prompt per forward, rounded to whole blocks
-
-    def __init__(self, rows: list[_Row], family: Family, model: Any):
-        super().__init__(rows, family, model)
-        self.copies = 2 if self.guided else 1
-        self.stored = [0] * len(rows)
-        self.caches = [BlockCache() for _ in model.layers]
-
-    def first(self, row: _Row) -> int:
-        return 0
-
-    def forward(self, canvas: mx.array) -> mx.array:
-        stages = [row.stages[0] for row in self.rows]
-        if self.guided:
-            canvas = self.guides(canvas)
-        self._prefill(canvas, stages)
-        slots = [row.plan.slots[stage.start : stage.end] for row, stage in zip(self.rows, stages, strict=True)]
-        # Shifted logits of a block's first column come from the column before, which may be stored already.
-        first = [min(n, at[0] - self.shifted) for n, at in zip(self.stored, slots, strict=True)]
-        visible = [stage.visible for stage in stages]
-        width = max(end - start for start, end in zip(first, visible, strict=True))
-        states = self._run(canvas, visible, width)
-        self._keep([stage.fixed for stage in stages])
-
-        window = max(at[-1] - at[0] + 1 for at in slots)
-        self.slot = np.full((len(self.rows), window), -1)
-        place = np.zeros((len(self.rows), window), dtype=np.int32)
-        for i, (at, stage) in enumerate(zip(slots, stages, strict=True)):
-            start = min(at[0], self.width - window)  # no column twice: what one of them commits the other would undo
-            place[i] = start + np.arange(window)
-            self.slot[i, np.array(at) - start] = np.arange(stage.start, stage.end)
-        read = place - self.shifted - (np.array(visible) - width)[:, None]
-        self.place = mx.array(place)
-        columns = mx.array(np.tile(np.clip(read, 0, width - 1), (self.copies, 1)))
-        return self.family.head(self.model, mx.take_along_axis(states, columns[..., None], axis=1))
-
-    def _prefill(self, canvas: mx.array, stages: list[Stage]) -> None:
-        """Store what is final, but for the last block of each row: that one is stored by the forward of this step."""
-        length = max(row.plan.block_length or 1 for row in self.rows)
-        chunk = max(self.PREFILL // length, 1) * length
-        while True:
-            ends = []
-            for row, stored, stage in zip(self.rows, self.stored, stages, strict=True):
-                own = row.plan.block_length or 1
-                last = stage.fixed - own
-                end = min(stored + chunk // own * own, last)
-                end -= (end - row.plan.origin) % own
-                ends.append(max(end, stored))
-            width = max(end - stored for end, stored in zip(ends, self.stored, strict=True))
-            if not width:
-                return
-            for row, end, stored in zip(self.rows, ends, self.stored, strict=True):
-                row.prefills += end > stored
-            self._run(canvas, ends, width)
-            self._keep(ends)
-            mx.eval([(cache.keys, cache.values) for cache in self.caches])
-
-    def _run(self, canvas: mx.array, visible: list[int], width: int) -> mx.array:
-        """Hidden states [B, width, D] of the columns that end at ``visible``."""
-        lengths = {row.plan.block_length for row in self.rows}
-        assert len(lengths) == 1  # see run()
-        window = BlockWindow(
-            self.stored * self.copies,
-            visible * self.copies,
-            width,
-            lengths.pop() or 1,
-            [row.plan.origin for row in self.rows] * self.copies,
-            self.rank("Block-causal rows cannot be decoded") if len(self.rows) > 1 else 4,
-        )
-        for cache in self.caches:
-            cache.window = window
-        columns = np.array(visible * self.copies)[:, None] - width + np.arange(width)[None]
-        ids = mx.take_along_axis(canvas, mx.array(np.clip(columns, 0, self.width - 1)), axis=1)
-        return self.family.hidden(self.model, ids, self.caches)
-
-    def _keep(self, ends: list[int]) -> None:
-        for cache in self.caches:
-            cache.keep(ends * self.copies)
-        self.stored = [max(end, stored) for end, stored in zip(ends, self.stored, strict=True)]
-
-    def select(self, keep: list[int], canvas: mx.array, masked: mx.array) -> tuple[_Batch, mx.array, mx.array]:
-        batch = _Blocks([self.rows[i] for i in keep], self.family, self.model)
-        batch.stored = [self.stored[i] for i in keep]
-        copies = [i + half * len(self.rows) for half in range(batch.copies) for i in keep]
-        for cache in self.caches:
-            cache.select(copies, max(batch.stored))
-        batch.caches = self.caches
-        at = mx.array(keep)
-        return batch, canvas[at][:, : batch.width], masked[at][:, : batch.width]
-
-
-def run(model: Any, family: Family, spec: DiffusionSpec, rows: Sequence[Row], stream: Any = None) -> Iterator[Event]:
+def run(
+    model: Any, family: Family, spec: DiffusionSpec, rows: Sequence[tuple[Plan, DecodingOptions]], stream: Any = None
+) -> Iterator[Event]:
     """The loop itself, over rows of plans and options. What :func:`stream_decode` returns."""
     for what, values in (
         ("unmasking rule", {own.rule.name for own, _ in rows}),
         ("block length", {str(own.block_length) for own, _ in rows}),
+        ("cache", {own.cache for own, _ in rows}),
         ("kind of logits", {"shifted" if own.shifted else "in_place" for own, _ in rows}),
     ):
         if len(values) > 1:
             raise DiffusionError(f"All rows of a batch must use the same {what}, got {', '.join(sorted(values))}.")
-    states = [_Row(index, plan, options, spec.vocab_size) for index, (plan, options) in enumerate(rows)]
+    states = [Row(index, plan, options, spec.vocab_size) for index, (plan, options) in enumerate(rows)]
     return _loop(model, family, states, stream)
 
 
-def _loop(model: Any, family: Family, rows: list[_Row], stream: Any) -> Iterator[Event]:
+def _loop(model: Any, family: Family, rows: list[Row], stream: Any) -> Iterator[Event]:
     for row in rows:
         if row.reason is not None:
             yield row.finished()
@@ -643,39 +447,61 @@ def _loop(model: Any, family: Family, rows: list[_Row], stream: Any) -> Iterator
         return
     on_stream = (lambda: mx.stream(stream)) if stream is not None else contextlib.nullcontext
     with on_stream():
-        kind = _Whole if active[0].plan.block_length is None else _Blocks
-        batch: _Batch = kind(active, family, model)
-        canvas, masked = batch.canvas()
-    while True:
+        running = deque((batch, *batch.canvas()) for batch in batches(active, family, model))
+    while running:
+        batch, canvas, masked = running.popleft()
         with on_stream():
-            canvas, masked, picked = _step(batch, canvas, masked)
-        for row, slots, tokens, logprobs in picked:
-            yield from row.commit(slots, tokens, logprobs)
+            canvas, masked, found = _step(batch, canvas, masked)
+        for picked in found:
+            yield from picked.row.commit(picked)
+        with on_stream():
+            canvas, masked = _overwritten(batch, canvas, masked)
         keep = [i for i, row in enumerate(batch.rows) if row.reason is None]
         if not keep:
-            return
+            continue
         if len(keep) < len(batch.rows):
             with on_stream():
                 batch, canvas, masked = batch.select(keep, canvas, masked)
+        running.append((batch, canvas, masked))
 
 
-Picked = list[tuple[_Row, list[int], list[int], tuple[Logprobs, ...]]]
+def _overwritten(batch: Batch, canvas: mx.array, masked: mx.array) -> tuple[mx.array, mx.array]:
+    """The canvas and mask with an end of sequence in all slots after the first one, of the rows that ask for it."""
+    for i, row in enumerate(batch.rows):
+        if row.cut:
+            row.cut = False
+            at = mx.array(np.array(row.plan.slots[row.ended + 1 :], dtype=np.int32) + batch.first(row))
+            eos = row.tokens[row.ended]
+            if at.size and eos is not None:
+                canvas[i, at] = eos
+                masked[i, at] = False
+    return canvas, masked
 
 
-def _step(batch: _Batch, canvas: mx.array, masked: mx.array) -> tuple[mx.array, mx.array, Picked]:
+class Picked(NamedTuple):
+    """What a forward committed to a row, as slots in ascending order, and which slots it masked again."""
+
+    row: Row
+    slots: list[int]
+    tokens: list[int]
+    logprobs: tuple[Logprobs, ...]
+    masked: list[int]
+
+
+def _step(batch: Batch, canvas: mx.array, masked: mx.array) -> tuple[mx.array, mx.array, list[Picked]]:
     """One forward and one commit. Returns the new canvas and mask, and per row what was committed to which slots."""
     rows, rule = batch.rows, batch.rule
-    logits = batch.forward(canvas).astype(mx.float32)
-    if batch.guided:
-        logits = batch.guide(logits)
-    if batch.masks is not None:
-        logits = logits + batch.masks
-    tokens, candidates = _choose(batch, logits)
-    confidence = rule.confidence(candidates)
+    states = batch.forward(canvas)
+    seen = _look(batch, states)
 
-    span = np.array([row.stages[0][:2] for row in rows])
-    stage = mx.array((batch.slot >= span[:, :1]) & (batch.slot < span[:, 1:]))
-    free = stage & mx.take_along_axis(masked, batch.place, axis=1)
+    spans = np.array([(*row.span, row.stages[0].end) for row in rows])
+    stage = mx.array((batch.slot >= spans[:, :1]) & (batch.slot < spans[:, 1:2]))
+    open_ = mx.take_along_axis(masked, batch.place, axis=1)
+    free = stage & open_
+    confidence = seen.measures[0]
+    if rule.rank is not None:
+        total = mx.array(spans[:, 2:] - spans[:, :1])
+        confidence = rule.rank(Ranking(seen.measures, free, total, batch.values))
     ranked = mx.where(free, mx.maximum(confidence, -LARGE), -mx.inf)
     order = mx.argsort(-ranked, axis=1)
     numbers = np.array([[row.number] for row in rows], dtype=np.float32)
@@ -686,35 +512,115 @@ def _step(batch: _Batch, canvas: mx.array, masked: mx.array) -> tuple[mx.array, 
         counts = rule.select(mx.take_along_axis(ranked, order, axis=1), mx.array(numbers), batch.values)
         counts = mx.maximum(counts.astype(mx.int32), mx.array([[row.must] for row in rows], dtype=mx.int32))
     counts = mx.minimum(counts, free.sum(axis=1, keepdims=True))
-    chosen = mx.take_along_axis(tokens, order, axis=1)
+    again = _revised(batch, canvas, mx.array(batch.slot >= 0) & stage & ~open_, counts)
+
+    chosen = mx.take_along_axis(seen.tokens, order, axis=1)
     wanted = mx.arange(order.shape[1])[None] < counts
     place = mx.take_along_axis(batch.place, order, axis=1)
     old = mx.take_along_axis(canvas, place, axis=1)
     still = mx.take_along_axis(masked, place, axis=1) & ~wanted
     canvas = mx.put_along_axis(canvas, place, mx.where(wanted, chosen, old), axis=1)
     masked = mx.put_along_axis(masked, place, still, axis=1)
-    broken = mx.isnan(confidence).any() | mx.isnan(logits).any() | ~(logits.max() < mx.inf)
-    mx.eval(canvas, masked, order, chosen, counts, broken)
+    if again is not None:
+        ids = mx.where(again, batch.mask_ids.astype(canvas.dtype), mx.take_along_axis(canvas, batch.place, axis=1))
+        canvas = mx.put_along_axis(canvas, batch.place, ids, axis=1)
+        masked = mx.put_along_axis(masked, batch.place, mx.take_along_axis(masked, batch.place, axis=1) | again, axis=1)
+    broken = seen.broken | mx.isnan(confidence).any()
+    mx.eval(canvas, masked, order, chosen, counts, broken, *([] if again is None else [again]))
     if np.array(broken):
         raise DiffusionError(
             "The model computed logits that are not finite numbers (NaN): its weights are damaged, or they overflow."
         )
-    return canvas, masked, _read(batch, np.array(order), np.array(chosen), np.array(counts), logits)
+    return canvas, masked, _read(batch, states, seen, np.array(order), np.array(chosen), np.array(counts), again)
 
 
-def _read(batch: _Batch, order: np.ndarray, chosen: np.ndarray, counts: np.ndarray, logits: mx.array) -> Picked:
-    """What was committed, as slots in ascending order, and its log-probabilities: computed, but not waited for."""
-    picked: Picked = []
+class _Seen(NamedTuple):
+    """What a forward says of its columns: the token each would get and the rule's measures [B, W], whether a logit is
+    not finite, and the logits [B, W, V] if they were made at once."""
+
+    tokens: mx.array
+    measures: tuple[mx.array, ...]
+    broken: mx.array
+    logits: mx.array | None
+
+
+def _look(batch: Batch, states: mx.array) -> _Seen:
+    """Head, tokens and measures, a chunk of columns after the other: a chunk's logits are gone before the next's."""
+    rule = batch.rule
+    draws = _draws(batch)
+    past = batch.recall() if rule.memory is not None else ()
+    parts: list[tuple[mx.array, tuple[mx.array, ...], mx.array]] = []
+    kept: list[tuple[mx.array, ...]] = []
+    logits = None
+    chunks = list(batch.chunks(states))
+    for columns in chunks:
+        part = states[:, columns]
+        if parts:
+            part = mx.depends([part], [parts[-1][0], *parts[-1][1], parts[-1][2]])[0]
+        logits = batch.logits(part)
+        memory: tuple[mx.array, ...] = ()
+        if rule.memory is not None:
+            memory = rule.memory(logits, tuple(m[:, columns] for m in past), batch.values)
+            kept.append(memory)
+        adjusted = logits if rule.logits is None else rule.logits(logits, memory, batch.values)
+        tokens, candidates = _choose(batch, adjusted, columns, draws)
+        measured = rule.confidence(candidates._replace(memory=memory))
+        measures = measured if isinstance(measured, tuple) else (measured,)
+        broken = mx.isnan(logits).any() | ~(logits.max() < mx.inf)
+        parts.append((tokens, measures, broken))
+    if kept:
+        batch.remember(tuple(mx.concatenate(list(m), axis=1) for m in zip(*kept, strict=True)))
+    if len(parts) == 1:
+        return _Seen(*parts[0], logits)
+    return _Seen(
+        mx.concatenate([tokens for tokens, _, _ in parts], axis=1),
+        tuple(mx.concatenate(list(m), axis=1) for m in zip(*(measures for _, measures, _ in parts), strict=True)),
+        mx.stack([broken for _, _, broken in parts]).any(),
+        None,
+    )
+
+
+def _revised(batch: Batch, canvas: mx.array, committed: mx.array, counts: mx.array) -> mx.array | None:
+    """Which committed columns are masked again [B, W], by what the masks in their stead say of them."""
+    if batch.rule.revise is None or batch.shadows is None:
+        return None
+    there = mx.take_along_axis(canvas, batch.place, axis=1)
+    parts: list[mx.array] = []
+    for columns in batch.chunks(batch.shadows):
+        part = batch.shadows[:, columns]
+        if parts:
+            part = mx.depends([part], parts[-1:])[0]
+        logits = batch.logits(part)
+        own = mx.take_along_axis(logits, there[:, columns, None], axis=-1)[..., 0]
+        parts.append(mx.exp(own - mx.logsumexp(logits, axis=-1)))
+    return batch.rule.revise(Doubts(mx.concatenate(parts, axis=1), committed, counts, batch.values)) & committed
+
+
+def _read(
+    batch: Batch,
+    states: mx.array,
+    seen: _Seen,
+    order: np.ndarray,
+    chosen: np.ndarray,
+    counts: np.ndarray,
+    again: mx.array | None,
+) -> list[Picked]:
+    """What was committed, and its log-probabilities: computed, but not waited for."""
+    found = []
     for i, row in enumerate(batch.rows):
+        masked = [] if again is None else batch.slot[i, np.array(again[i])].tolist()
         count = int(counts[i, 0])
         if not count:
-            picked.append((row, [], [], ()))
+            found.append(Picked(row, [], [], (), masked))
             continue
         by_column = np.argsort(order[i, :count])
         columns, tokens = order[i, by_column], chosen[i, by_column]
         if row.samples:
             _check_sampled(row, tokens)
-        at_commit = logits[i, mx.array(columns)]
+        if seen.logits is not None:
+            at_commit = seen.logits[i, mx.array(columns)]
+        else:
+            at_commit = batch.logits(states[mx.array(batch.doubled([i]))][:, mx.array(columns)], [i])[0]
         logprobs = at_commit - mx.logsumexp(at_commit, axis=-1, keepdims=True)
         top = min(TOP_LOGPROBS, logprobs.shape[-1])
         ids = mx.argpartition(-logprobs, kth=top - 1, axis=-1)[:, :top]
@@ -723,13 +629,34 @@ def _read(batch: _Batch, order: np.ndarray, chosen: np.ndarray, counts: np.ndarr
         full = logprobs if row.options.full_logprobs else None
         mx.async_eval(own, ids, values, *([] if full is None else [full]))
         entries = tuple(Logprobs(int(token), (own, ids, values, full), j) for j, token in enumerate(tokens))
-        picked.append((row, batch.slot[i, columns].tolist(), tokens.tolist(), entries))
-    return picked
+        found.append(Picked(row, batch.slot[i, columns].tolist(), tokens.tolist(), entries, masked))
+    return found
 
 
-def _choose(batch: _Batch, logits: mx.array) -> tuple[mx.array, Candidates]:
-    """The token each position would get [B, W], and what confidences are made of: the tokens there differ only where
-    greedy decoding would have chosen an id that is never emitted."""
+class _Draws(NamedTuple):
+    """The random numbers of a step: per row a key for each slot of its stage [n, 2] where tokens are sampled, and
+    uniform numbers [B, W] where the rule draws. They depend on the row alone."""
+
+    keys: list[mx.array | None]
+    noise: mx.array | None
+
+
+def _draws(batch: Batch) -> _Draws:
+    keys: list[mx.array | None] = []
+    noise: list[mx.array] = []
+    drawn = False
+    for row in batch.rows:
+        count = row.stages[0].end - row.stages[0].start
+        keys.append(mx.random.split(row.draw(), count) if row.samples and row.options.sampler is None else None)
+        draws = batch.rule.draws(row.plan.values)
+        noise.append(mx.random.uniform(shape=(count,), key=row.draw()) if draws else mx.zeros((count,)))
+        drawn |= draws
+    return _Draws(keys, batch.spread(noise) if drawn else None)
+
+
+def _choose(batch: Batch, logits: mx.array, columns: slice, draws: _Draws) -> tuple[mx.array, Candidates]:
+    """The token each of these columns would get [B, c], and what confidences are made of: the tokens there differ only
+    where greedy decoding would have chosen an id that is never emitted."""
     rows, rule = batch.rows, batch.rule
     whole = logits if batch.suppressed is None else logits + batch.suppressed
     counted = _filtered(batch, whole) if rule.filters else whole
@@ -740,33 +667,24 @@ def _choose(batch: _Batch, logits: mx.array) -> tuple[mx.array, Candidates]:
         nothing = allowed.max(axis=-1, keepdims=True) == -mx.inf
         allowed = mx.where(nothing & (mx.arange(allowed.shape[-1]) == best), 0.0, allowed)
     tokens, scored = mx.argmax(allowed, axis=-1), mx.argmax(counted, axis=-1)
-    if any(row.samples for row in rows):
-        own, known = [], []
-        for i, row in enumerate(rows):
-            columns = mx.array(batch.columns(i))
-            if row.samples:
-                own.append(_sample(row, rule, allowed[i, columns]).astype(tokens.dtype))
-                known.append(mx.minimum(own[-1], row.vocab_size - 1))  # a host's sampler may return anything
-            else:
-                own.append(tokens[i, columns])
-                known.append(scored[i, columns])
-        tokens, scored = batch.spread(own), batch.spread(known)
-    noise = mx.zeros(tokens.shape)
-    if any(rule.draws(row.plan.values) for row in rows):
-        noise = batch.spread(
-            [
-                mx.random.uniform(shape=(len(batch.columns(i)),), key=row.draw())
-                if rule.draws(row.plan.values)
-                else mx.zeros((len(batch.columns(i)),))
-                for i, row in enumerate(rows)
-            ]
-        )
+    for i, row in enumerate(rows):
+        at = batch.columns(i)
+        at = at[(at >= columns.start) & (at < columns.stop)]
+        if not row.samples or not len(at):
+            continue
+        own = draws.keys[i]
+        keys = None if own is None else own[mx.array(batch.slot[i, at] - row.stages[0].start)]
+        here = mx.array(at - columns.start)
+        drawn = _sample(row, rule, allowed[i, here], keys).astype(tokens.dtype)
+        tokens[i, here] = drawn
+        scored[i, here] = mx.minimum(drawn, row.vocab_size - 1)  # a host's sampler may return anything
+    noise = mx.zeros(tokens.shape) if draws.noise is None else draws.noise[:, columns]
     if batch.late is not None:
         counted = counted + batch.late
-    return tokens, Candidates(counted, scored, noise, batch.values)
+    return tokens, Candidates(counted, scored, noise, batch.values, batch.mask_ids)
 
 
-def _filtered(batch: _Batch, logits: mx.array) -> mx.array:
+def _filtered(batch: Batch, logits: mx.array) -> mx.array:
     """The logits of the distribution that each row's tokens are drawn from: [B, W, V]."""
     if all(not (row.options.temp or row.options.top_p or row.options.top_k or row.options.min_p) for row in batch.rows):
         return logits
@@ -788,15 +706,15 @@ def _cut(options: DecodingOptions, logits: mx.array, filters: Sequence[str]) -> 
     return logits
 
 
-def _sample(row: _Row, rule: Rule, logits: mx.array) -> mx.array:
-    """Tokens [n] drawn from logits [n, V], by the Gumbel-max trick in float32 log space: mlx-lm's filters on the
-    log-probabilities, then the temperature, unless the rule has filtered them already."""
+def _sample(row: Row, rule: Rule, logits: mx.array, keys: mx.array | None) -> mx.array:
+    """Tokens [n] drawn from logits [n, V] with keys [n, 2], by the Gumbel-max trick in float32 log space: mlx-lm's
+    filters on the log-probabilities, then the temperature, unless the rule has filtered them already."""
     options = row.options
-    if options.sampler is not None:
+    if keys is None:
         return _call_sampler(options.sampler, logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     if not rule.filters:
         logits = _cut(replace(options, temp=None), logits, ("top_p", "min_p", "top_k")) / (options.temp or 1.0)
-    noise = mx.random.gumbel(logits.shape, dtype=mx.float32, key=row.draw())
+    noise = mx.vmap(lambda key: mx.random.gumbel(logits.shape[1:], dtype=mx.float32, key=key))(keys)
     return mx.argmax(logits + noise, axis=-1)
 
 
@@ -816,7 +734,7 @@ def _call_sampler(sampler: Any, logprobs: mx.array) -> mx.array:
     return tokens.astype(mx.uint32)
 
 
-def _check_sampled(row: _Row, tokens: np.ndarray) -> None:
+def _check_sampled(row: Row, tokens: np.ndarray) -> None:
     for token in tokens.tolist():
         if token >= row.vocab_size or token in row.plan.never:
             who = "The sampler" if row.options.sampler is not None else "Sampling"
@@ -898,4 +816,5 @@ def _result(event: Finished, prompt: int, commits: list[Commit], released: list[
         commits=commits,
         logprobs=[entry for part in released for entry in part.logprobs],
         prefills=event.prefills,
+        columns=event.columns,
     )

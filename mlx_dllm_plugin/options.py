@@ -29,6 +29,7 @@ def _option(
     host: bool = False,
     common: bool = True,
     cli: bool = True,
+    approximate: Callable[[Any], bool] = lambda value: False,
 ) -> Any:
     """
     Args:
@@ -37,9 +38,19 @@ def _option(
         host: the hosts have this option already, under the same name.
         common: every rule takes it; otherwise only the rules that list it in ``uses``.
         cli: offered on command lines.
+        approximate: whether a value trades exactness for speed: what the model computes is then not what its makers'
+            own code computes.
     """
     metadata = dict(
-        kind=kind, help=help, expected=expected, valid=valid, choices=tuple(choices), host=host, common=common, cli=cli
+        kind=kind,
+        help=help,
+        expected=expected,
+        valid=valid,
+        choices=tuple(choices),
+        host=host,
+        common=common,
+        cli=cli,
+        approximate=approximate,
     )
     return field(default=default, metadata=metadata)
 
@@ -143,7 +154,41 @@ class DecodingOptions:
         "which token the logits of a position predict, for families whose checkpoints do not say: its own or the next",
         choices=("in_place", "shifted"),
     )
+    profile: str | None = _option(
+        "str",
+        "settings of the family in one word: exact (as its makers decode), balanced, or fast; single options win over "
+        "it",
+        choices=("exact", "balanced", "fast"),
+    )
     unmasking: str | None = _option("str", "rule that picks the positions to commit")
+    cache: str | None = _option(
+        "str",
+        "keys and values that are kept: auto keeps what changes no token (final blocks of block-causal attention); "
+        "none recomputes all; prefix freezes what precedes the block until the next block, dual also what follows it "
+        "(both approximate); block keeps final blocks",
+        choices=("auto", "none", "prefix", "dual", "block"),
+        approximate=lambda value: value in ("prefix", "dual"),
+    )
+    refresh_interval: int | None = _option(
+        "int",
+        "of the caches prefix and dual: recompute the whole canvas in every n-th forward of a block; default: in the "
+        "first alone",
+        expected="a positive integer",
+        valid=_positive,
+    )
+    vicinity: int | None = _option(
+        "int",
+        "of the caches prefix and dual: recompute this many positions beside the block too",
+        expected="0 or more",
+        valid=_not_negative,
+    )
+    first_token: str | None = _option(
+        "str",
+        "where shifted logits leave the first token of a block: fresh, every forward computes the column before it; "
+        "stale, the block's first forward commits it, however unsure (Fast-dLLM's Dream)",
+        choices=("fresh", "stale"),
+        approximate=lambda value: value == "stale",
+    )
     temp: float | None = _option(
         "float",
         "sampling temperature; 0 is greedy",
@@ -171,9 +216,89 @@ class DecodingOptions:
         valid=_not_negative,
         common=False,
     )
+    low_threshold: float | None = _option(
+        "float",
+        "what the best position of each run of masks must exceed to be committed (default: 0.4)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    relaxed_threshold: float | None = _option(
+        "float",
+        "what positions near a sure one must reach to be committed (default: 0.75)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    radius: int | None = _option(
+        "int",
+        "how near to a sure position that is (default: 4)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    narrow_out_threshold: float | None = _option(
+        "float",
+        "mask a committed token again when a mask in its place would get it with less than this (default: 0.9)",
+        expected="within [0, 1]",
+        valid=_share,
+        common=False,
+    )
+    factor: float | None = _option(
+        "float",
+        "commit the n surest positions as long as (n + 1) (1 - confidence of the n-th) is less than this (default: 1)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    kl_threshold: float | None = _option(
+        "float",
+        "a position is stable while its distribution moves by less than this divergence (nats) per step "
+        "(default: 0.01)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    kl_history: int | None = _option(
+        "int",
+        "for how many steps it must have been stable (default: 2)",
+        expected="an integer from 1 to 64",
+        valid=lambda n: 1 <= n <= 64,
+        common=False,
+    )
+    credit_weight: float | None = _option(
+        "float",
+        "weight of a token's credit in its logit (default: 0.7)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    credit_power: float | None = _option(
+        "float",
+        "power of a token's probability that is added to its credit (default: 0.2)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    credit_decay: float | None = _option(
+        "float",
+        "share of the credit that is left after each step (default: 0.8)",
+        expected="within [0, 1]",
+        valid=_share,
+        common=False,
+    )
+    gap: float | None = _option(
+        "float",
+        "commit all at once when the best token leads the second best by this on average, in logits; two thirds of it "
+        "after a third of the positions, a third after two thirds (default: 7.5)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
     entropy_bound: float | None = _option(
         "float",
-        "commit the positions of least entropy while their entropies (nats) sum to less than this (default: 0.35)",
+        "commit positions while their entropies (nats) sum to less than this; for eb, without the largest of them "
+        "(default: 0.35; for eb 0.1)",
         expected="0 or more",
         valid=_not_negative,
         common=False,
@@ -235,6 +360,13 @@ class DecodingOptions:
     stop_at_eos: bool | None = _option(
         "bool", "stop when everything up to the first end-of-sequence token is committed (default: true)"
     )
+    after_eos: str | None = _option(
+        "str",
+        "positions after an end of sequence that is committed before what precedes it: fill them like others, skip "
+        "them (d2Cache), or write eos over them (Fast-dLLM's early stop)",
+        choices=("fill", "skip", "eos"),
+        approximate=lambda value: value != "fill",
+    )
     eos_token_ids: tuple[int, ...] | None = _option(
         "ints", "end-of-sequence ids", expected="token ids, 0 or more", valid=_not_negative, cli=False
     )
@@ -266,6 +398,15 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], di
     for name, value in values.items():
         (load if name in load_names else decoding if name in decoding_names else rest)[name] = value
     return load, decoding, rest
+
+
+def approximations(values: Mapping[str, Any]) -> list[str]:
+    """Those of some option values that trade exactness for speed, as ``name value``."""
+    return [
+        f"{option.name} {values[option.name]}"
+        for option in fields(DecodingOptions)
+        if values.get(option.name) is not None and option.metadata["approximate"](values[option.name])
+    ]
 
 
 def merge(*layers: Mapping[str, Any]) -> DecodingOptions:

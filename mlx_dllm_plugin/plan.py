@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .errors import DiffusionError
-from .options import DecodingOptions
+from .options import DecodingOptions, approximations
 from .samplers import RULES, Rule, users
 from .spec import DiffusionSpec, mask_token_id_of
 
@@ -26,6 +27,8 @@ class Stage(NamedTuple):
         fixed: columns of the canvas before it never change again, nor do their keys and values.
         visible: columns of the canvas that the model sees.
         block: columns (first, last + 1) of the block that is complete after this stage, or None.
+        window: columns (first, last + 1) that a forward computes; None: all that can change.
+        refresh: with a window, the stage's first forward computes all columns nevertheless.
     """
 
     start: int
@@ -34,6 +37,8 @@ class Stage(NamedTuple):
     fixed: int
     visible: int
     block: tuple[int, int] | None
+    window: tuple[int, int] | None = None
+    refresh: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,10 @@ class Plan:
         values: numeric options of the rule.
         cfg_scale: of classifier-free guidance; 0 is off.
         keep: ids of the prompt that guidance does not mask.
+        cache: none, prefix, dual or block.
+        refresh_interval: forwards after which all columns are computed again, or None.
+        after_eos: what becomes of positions after a committed end of sequence: fill, skip or eos.
+        approximate: settings that trade exactness for speed, as ``name value``.
     """
 
     rule: Rule
@@ -76,6 +85,10 @@ class Plan:
     values: Mapping[str, Any]
     cfg_scale: float = 0.0
     keep: frozenset[int] = frozenset()
+    cache: str = "none"
+    refresh_interval: int | None = None
+    after_eos: str = "fill"
+    approximate: tuple[str, ...] = ()
 
 
 def plan(spec: DiffusionSpec, prompt: Sequence[int], options: DecodingOptions) -> Plan:
@@ -85,6 +98,7 @@ def plan(spec: DiffusionSpec, prompt: Sequence[int], options: DecodingOptions) -
     Raises:
         DiffusionError: anything that cannot be decoded as asked, in one sentence.
     """
+    options = profiled(spec, options)
     spec = _chosen(spec, options)
     mask = mask_token_id_of(spec, options.mask_token_id)
     if not prompt:
@@ -117,6 +131,7 @@ def plan_slots(
     Raises:
         DiffusionError: as :func:`plan`.
     """
+    options = profiled(spec, options)
     spec = _chosen(spec, options)
     rule = RULES.get(options.unmasking or spec.unmasking)
     block_causal = spec.attention == "block_causal"
@@ -132,13 +147,15 @@ def plan_slots(
     eos = frozenset(options.eos_token_ids if options.eos_token_ids is not None else spec.eos_token_ids)
     suppressed, late = _suppressed(spec, mask, options)
     length = _block_length(spec, options) if block_causal else None
+    sub_block = options.sub_block_length or (values.get("sub_block_length") if block_causal else None)
+    cache = _cache(spec, rule, options, sub_block)
     if block_causal:
         assert length is not None
         start = slots[0] % length if slots and spec.block_origin == "prompt_end" else 0
-        stages, empty = _causal_stages(rule, canvas, slots, length, start, values, options.sub_block_length, shifted)
+        stages, empty = _causal_stages(rule, canvas, slots, length, start, values, sub_block, shifted, cache)
     else:
         start = (slots[0] if slots else 0) if origin is None else origin
-        stages, empty = _stages(spec, rule, len(canvas), slots, start, values, options)
+        stages, empty = _stages(spec, rule, len(canvas), slots, start, values, options, cache)
     # A checkpoint whose mask is its end of sequence (a2d's mask token "reuse") may emit it; a caller's list counts not.
     reused = mask in spec.eos_token_ids and not rule.drop_mask
     never = {*suppressed, *(() if reused else (mask,))}
@@ -164,7 +181,64 @@ def plan_slots(
         values={name: value for name, value in values.items() if isinstance(value, (int, float))},
         cfg_scale=options.cfg_scale or 0.0,
         keep=frozenset(options.cfg_keep_tokens or ()),
+        cache=cache,
+        refresh_interval=options.refresh_interval,
+        after_eos=options.after_eos or "fill",
+        approximate=tuple(approximations(dataclasses.asdict(options))),
     )
+
+
+def profiled(spec: DiffusionSpec, options: DecodingOptions) -> DecodingOptions:
+    """The options with what a profile adds where they say nothing, as far as the rule in force uses it."""
+    if options.profile is None:
+        return options
+    added = {
+        name: value for name, value in spec.profiles.get(options.profile, {}).items() if getattr(options, name) is None
+    }
+    rule = RULES.get(options.unmasking or added.get("unmasking") or spec.unmasking)
+    uses = rule.uses | {
+        name for name, field in DecodingOptions.__dataclass_fields__.items() if field.metadata["common"]
+    }
+    return replace(options, **{name: value for name, value in added.items() if name in uses})
+
+
+def _cache(spec: DiffusionSpec, rule: Rule, options: DecodingOptions, sub_block: int | None) -> str:
+    """The cache in force. Raises DiffusionError for one that means nothing here, and for options of another."""
+    causal = spec.attention == "block_causal"
+    cache = options.cache or "auto"
+    if cache == "auto":
+        cache = "block" if causal else "none"
+    if cache == "block" and not causal:
+        raise DiffusionError(
+            f"cache block keeps final blocks of block-causal attention, and the family {spec.family} sees the whole "
+            "canvas: leave it out, or choose prefix or dual, which are approximate."
+        )
+    if causal and (cache == "prefix" or (cache == "dual" and not sub_block)):
+        raise DiffusionError(
+            f"cache {cache} means nothing with block-causal attention"
+            + (", where block keeps the prefix exactly" if cache == "prefix" else " without sub_block_length")
+            + ": leave it out."
+        )
+    for name in ("refresh_interval", "vicinity"):
+        if getattr(options, name) is not None and (causal or cache not in ("prefix", "dual")):
+            raise DiffusionError(
+                f"{name} belongs to the caches prefix and dual of bidirectional attention, and the cache here is "
+                f"{cache}: leave it out."
+            )
+    if options.first_token == "stale" and (spec.logits != "shifted" or causal):
+        raise DiffusionError(
+            f"first_token stale is for shifted logits and bidirectional attention, and the family {spec.family} has "
+            f"logits {spec.logits} and attention {spec.attention}: leave it out."
+        )
+    if options.after_eos not in (None, "fill") and options.stop_at_eos is False:
+        raise DiffusionError(f"after_eos {options.after_eos} means nothing without stop_at_eos: leave one of them out.")
+    if rule.revise is not None and (causal or spec.logits == "shifted"):
+        raise DiffusionError(
+            f"The unmasking rule {rule.name!r} puts masks in the place of committed tokens, which needs attention to "
+            f"both sides and logits in place; the family {spec.family} has attention {spec.attention} and logits "
+            f"{spec.logits}: choose another rule."
+        )
+    return cache
 
 
 def _chosen(spec: DiffusionSpec, options: DecodingOptions) -> DiffusionSpec:
@@ -215,8 +289,12 @@ def _suppressed(spec: DiffusionSpec, mask: int, options: DecodingOptions) -> tup
 
 
 def _value(name: str, spec: DiffusionSpec, rule: Rule, options: DecodingOptions) -> Any:
+    """What the caller says, else the family, else the rule; of another rule's options than its own a family knows
+    nothing."""
     value = getattr(options, name)
-    return value if value is not None else spec.defaults.get(name, rule.defaults.get(name))
+    if value is None and (rule.name == spec.unmasking or name not in rule.defaults):
+        value = spec.defaults.get(name)
+    return rule.defaults.get(name) if value is None else value
 
 
 def _refuse_unused(rule: Rule, spec: DiffusionSpec, options: DecodingOptions) -> None:
@@ -314,6 +392,7 @@ def _stages(
     origin: int,
     values: Mapping[str, Any],
     options: DecodingOptions,
+    cache: str,
 ) -> tuple[tuple[Stage, ...], int]:
     """The stages of a bidirectional canvas, blocks from left to right, and the number of empty steps."""
     if not slots:
@@ -334,13 +413,39 @@ def _stages(
             )
         shares = [_share(rule, total, len(blocks), number) for number in range(len(blocks))]
     stages, empty = [], 0
+    fresh = spec.logits == "shifted" and options.first_token != "stale"
     for number, (start, end) in enumerate(blocks):
         if start == end:
             continue
-        counts, nothing = _counts(rule, end - start, shares[number], {**values, "block": length})
+        block = slots[start], slots[end - 1] + 1
+        window = _window(block, width, cache, fresh, options.vicinity or 0)
+        taken = 0
+        if options.first_token == "stale":
+            # The first step of the block's schedule commits its first token.
+            whole = start + 1 == end
+            stages.append(Stage(start, start + 1, (), 0, width, block if whole else None, window))
+            if whole:
+                continue
+            start, taken = start + 1, 1
+        share = shares[number]
+        if taken and share is not None and share <= taken:
+            raise DiffusionError(
+                f"max_denoising_steps leaves one step for a block of {length} tokens, and first_token stale takes it: "
+                f"give at least {2 * len(blocks)}."
+            )
+        steps = None if share is None else share - taken
+        counts, nothing = _counts(rule, end - start, steps, {**values, "block": length, "taken": taken})
         empty += nothing
-        stages.append(Stage(start, end, counts, 0, width, (slots[start], slots[end - 1] + 1)))
+        stages.append(Stage(start, end, counts, 0, width, block, window, refresh=not taken))
     return tuple(stages), empty
+
+
+def _window(block: tuple[int, int], width: int, cache: str, fresh: bool, vicinity: int) -> tuple[int, int] | None:
+    """The columns of a bidirectional canvas that the forwards of a block compute, but for its first."""
+    if cache == "none":
+        return None
+    first = max(block[0] - fresh - vicinity, 0)
+    return first, width if cache == "prefix" else min(block[1] + vicinity, width)
 
 
 def _causal_stages(
@@ -352,13 +457,13 @@ def _causal_stages(
     values: Mapping[str, Any],
     sub_block: int | None,
     shifted: bool,
+    cache: str,
 ) -> tuple[tuple[Stage, ...], int]:
     """The stages of a block-causal canvas. With sub-blocks (Fast-dLLM v2) and shifted logits the first token of a block
     comes from the last logits of the one before, in a forward of that block alone."""
     stages: list[Stage] = []
     if not slots:
         return (), 0
-    sub_block = sub_block or values.get("sub_block_length")
     empty, width = 0, len(canvas)
     block = slots[0] - (slots[0] - origin) % length
     while block < width:
@@ -378,7 +483,8 @@ def _causal_stages(
             steps = values.get("max_denoising_steps") or length
             counts, nothing = _counts(rule, end - start, steps, {**values, "block": length})
             empty += nothing
-            stages.append(Stage(start, end, counts, max(block, 0), visible, done))
+            window = (max(first, 0), min(first + part, visible)) if cache == "dual" else None
+            stages.append(Stage(start, end, counts, max(block, 0), visible, done, window))
         block += length
     return tuple(stages), empty
 

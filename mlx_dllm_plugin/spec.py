@@ -41,6 +41,7 @@ class DiffusionSpec:
             begins at the prompt's end.
         stop_token_ids: of ``eos_token_ids``, those that end a turn and are not the declared end of sequence.
         variants: of ``attention`` and ``logits``, those a decoding option may choose otherwise.
+        profiles: what each profile sets, by name.
     """
 
     family: str
@@ -57,6 +58,7 @@ class DiffusionSpec:
     block_origin: Literal["start", "prompt_end"] = "start"
     stop_token_ids: tuple[int, ...] = ()
     variants: tuple[str, ...] = ()
+    profiles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def forced(self) -> bool:

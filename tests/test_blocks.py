@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import mlx_dllm_plugin.decode  # noqa: F401  (the module; the name in the package is the function)
 from mlx_dllm_plugin import DecodingOptions, DecodingResult, DiffusionError, DiffusionSpec, decode, stream_decode
+from mlx_dllm_plugin.batch import Blocks
 from mlx_dllm_plugin.caches import AttentionPolicy, BlockCache, BlockWindow
-from mlx_dllm_plugin.decode import BlockDone, Finished, Released, _Blocks
+from mlx_dllm_plugin.decode import BlockDone, Finished, Released
 from mlx_dllm_plugin.families import FAMILIES, Family, a2d
 from tests.models import CONTEXT, EOS, MASK, VOCAB, stock_model
 
@@ -557,7 +558,7 @@ def test_a_block_costs_its_denoising_forwards_and_no_more(
     calls: Callable[[Any], Calls], monkeypatch: pytest.MonkeyPatch, prompt: int, prefill: int
 ) -> None:
     """No forward only stores a block: the first forward of the next one does. Prefills are counted apart."""
-    monkeypatch.setattr(_Blocks, "PREFILL", prefill)
+    monkeypatch.setattr(Blocks, "PREFILL", prefill)
     model = block_model("qwen3", 8)
     seen = calls(model)
     options = DecodingOptions(unmasking="low_confidence", max_tokens=24, max_denoising_steps=4, stop_at_eos=False)
@@ -601,7 +602,7 @@ def test_a_prefill_in_chunks_equals_one(
     prompts = [TEXT[:n] for n in (40, 3, 23, 29)]
     options = DecodingOptions(max_tokens=6, threshold=0.3, stop_at_eos=False, full_logprobs=True)
     once = decode(model, prompts, options)
-    monkeypatch.setattr(_Blocks, "PREFILL", prefill)
+    monkeypatch.setattr(Blocks, "PREFILL", prefill)
     chunked = same_as_alone(model, prompts, [options] * 4)
     for row, (one, many) in enumerate(zip(once, chunked, strict=True)):
         assert [(c.positions, c.tokens) for c in many.commits] == [(c.positions, c.tokens) for c in one.commits]
@@ -619,7 +620,7 @@ def test_a_prefill_in_chunks_equals_one(
 def test_no_mask_is_as_long_and_as_wide_as_the_prompt(
     calls: Callable[[Any], Calls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Blocks, "PREFILL", 32)
+    monkeypatch.setattr(Blocks, "PREFILL", 32)
     model, prompt = block_model("qwen3", 8, context=400), [TEXT[i % 64] for i in range(301)]
     options = DecodingOptions(max_tokens=8, threshold=0.3)
     seen = calls(model)
@@ -627,7 +628,7 @@ def test_no_mask_is_as_long_and_as_wide_as_the_prompt(
     assert max(shape[-2] for shape in seen.masks) == 32
     assert 32 * 288 <= max(np.prod(shape) for shape in seen.masks) <= 32 * 304
     seen.masks.clear()
-    monkeypatch.setattr(_Blocks, "PREFILL", 10**6)
+    monkeypatch.setattr(Blocks, "PREFILL", 10**6)
     decode(model, prompt, options)
     assert max(shape[-2] for shape in seen.masks) == 288  # the control: one prefill has it
 
@@ -657,12 +658,12 @@ def quadratic_share(model: Any) -> float:
 
 def test_memory_grows_linearly_with_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control is a prefill in one piece, whose mask is as long as it is wide."""
-    monkeypatch.setattr(_Blocks, "PREFILL", 128)  # shorter than the shortest prompt
+    monkeypatch.setattr(Blocks, "PREFILL", 128)  # shorter than the shortest prompt
     model = block_model(
         "qwen3", 32, context=5000, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8
     )
     assert quadratic_share(model) < 0.25
-    monkeypatch.setattr(_Blocks, "PREFILL", 10**6)
+    monkeypatch.setattr(Blocks, "PREFILL", 10**6)
     assert quadratic_share(model) > 0.6
 
 

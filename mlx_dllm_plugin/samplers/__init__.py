@@ -16,15 +16,16 @@ from ..registry import Registry
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    Confidence = Callable[["Candidates"], mx.array]
+    Confidence = Callable[["Candidates"], mx.array | tuple[mx.array, ...]]
     Select = Callable[[mx.array, mx.array, Mapping[str, mx.array]], mx.array]
 
+Memory = tuple["mx.array", ...]
 Schedule = Callable[[int, int, Mapping[str, Any]], list[Any]]
 
 
 class Candidates(NamedTuple):
     """
-    What a confidence is made of; positions ascend from left to right.
+    What a confidence is made of. The columns may be some of a step's: those of a long canvas come in chunks.
 
     Args:
         logits: [B, W, V] float32. Of a rule with ``filters`` those of the distribution that tokens are drawn from:
@@ -32,11 +33,49 @@ class Candidates(NamedTuple):
         tokens: those whose probability counts [B, W].
         noise: uniform in [0, 1) where the rule draws, else zero [B, W].
         values: the rule's own numeric options [B, 1], by name.
+        mask_ids: the id of each row's mask [B, 1].
+        memory: what the rule's ``memory`` made of these columns in this step.
     """
 
     logits: mx.array
     tokens: mx.array
     noise: mx.array
+    values: Mapping[str, mx.array]
+    mask_ids: mx.array | None = None
+    memory: tuple[mx.array, ...] = ()
+
+
+class Ranking(NamedTuple):
+    """
+    What a ranking is made of; positions ascend from left to right.
+
+    Args:
+        measures: what ``confidence`` returned [B, W], of all columns.
+        free: which columns may be committed [B, W].
+        total: positions of the stage, committed ones too [B, 1].
+        values: the rule's own numeric options [B, 1], by name.
+    """
+
+    measures: tuple[mx.array, ...]
+    free: mx.array
+    total: mx.array
+    values: Mapping[str, mx.array]
+
+
+class Doubts(NamedTuple):
+    """
+    What a revision is made of.
+
+    Args:
+        confidence: probability of the committed token where a mask stands in its place [B, W].
+        committed: which columns were committed before this step [B, W].
+        accepted: how many this step commits [B, 1].
+        values: the rule's own numeric options [B, 1], by name.
+    """
+
+    confidence: mx.array
+    committed: mx.array
+    accepted: mx.array
     values: Mapping[str, mx.array]
 
 
@@ -50,7 +89,9 @@ class Rule:
     Args:
         name: what ``--unmasking`` takes.
         about: one sentence for the documentation.
-        confidence: ``(candidates) -> [B, W]``; the highest are committed.
+        confidence: ``(candidates) -> [B, c]``, or several measures of them, each column for itself; the highest are
+            committed.
+        rank: ``(ranking) -> [B, W]``, where that takes the neighbours too: what is ranked instead of the confidence.
         schedule: ``(masks, steps, values) -> one number per step``: how many to commit, or with ``select`` whatever
             that makes of it. Zeros are steps without a forward. ``values`` are the options the rule uses, and
             ``block``, the length of the block with its known tokens. None: as many steps as ``select`` takes.
@@ -61,6 +102,12 @@ class Rule:
         steps_round_up: of ``steps`` for n blocks each block gets the quotient rounded up, instead of sharing them.
         draws: ``(values) -> bool``: whether the confidence reads ``noise``.
         drop_mask: remove the mask id from the logits before the confidences, instead of only never choosing it.
+        memory: ``(logits [B, c, V], memory of the step before, values) -> arrays [B, c, ...]``, kept for the next step.
+            The memory is empty before the first step, and zero of columns that are new.
+        logits: ``(logits [B, c, V], memory, values) -> logits``, from which tokens and confidences are made instead.
+        whole_canvas: without a cache, look at all masked positions and not only at those of the stage.
+        revise: ``(doubts) -> [B, W]``, which committed positions to mask again; their probabilities come from masks in
+            their stead (WINO), in the same forward. Tokens are released when their stage is complete.
         filters: the order in which ``top_p``, ``top_k`` and ``min_p`` act, after the temperature, also on the
             confidences; empty: they act in mlx-lm's way on the choice of tokens alone.
     """
@@ -76,6 +123,11 @@ class Rule:
     draws: Callable[[Mapping[str, Any]], bool] = _never
     drop_mask: bool = False
     filters: tuple[str, ...] = ()
+    rank: Callable[[Ranking], mx.array] | None = None
+    memory: Callable[[mx.array, Memory, Mapping[str, mx.array]], Memory] | None = None
+    logits: Callable[[mx.array, Memory, Mapping[str, mx.array]], mx.array] | None = None
+    whole_canvas: bool = False
+    revise: Callable[[Doubts], mx.array] | None = None
 
 
 RULES: Registry[Rule] = Registry(
@@ -85,6 +137,17 @@ RULES: Registry[Rule] = Registry(
     {
         "low_confidence": "mlx_dllm_plugin.samplers.low_confidence:LOW_CONFIDENCE",
         "threshold": "mlx_dllm_plugin.samplers.threshold:THRESHOLD",
+        "confidence_threshold": "mlx_dllm_plugin.samplers.threshold:CONFIDENCE_THRESHOLD",
+        "factor": "mlx_dllm_plugin.samplers.factor:FACTOR",
+        "fast_dllm_factor": "mlx_dllm_plugin.samplers.factor:FAST_DLLM_FACTOR",
+        "eb": "mlx_dllm_plugin.samplers.entropy:EB",
+        "klass": "mlx_dllm_plugin.samplers.klass:KLASS",
+        "dinfer_threshold": "mlx_dllm_plugin.samplers.dinfer:DINFER_THRESHOLD",
+        "hierarchy": "mlx_dllm_plugin.samplers.dinfer:HIERARCHY",
+        "credit": "mlx_dllm_plugin.samplers.dinfer:CREDIT",
+        "wino": "mlx_dllm_plugin.samplers.wino:WINO",
+        "prophet": "mlx_dllm_plugin.samplers.prophet:PROPHET",
+        "local_leap": "mlx_dllm_plugin.samplers.local_leap:LOCAL_LEAP",
         "random": "mlx_dllm_plugin.samplers.low_confidence:RANDOM",
         "a2d": "mlx_dllm_plugin.samplers.a2d:A2D",
         "mlx_dllm": "mlx_dllm_plugin.samplers.a2d:MLX_DLLM",

@@ -18,9 +18,10 @@ FILTERS = ("top_p", "top_k", "min_p")
 
 def _shares(steps: int, values: Mapping[str, Any]) -> list[float]:
     """Per step the share of the remaining masks that is committed: 1 - s/t on linspace(1, eps, steps + 1), in float32
-    as in torch; all of them in the last step."""
-    times = np.linspace(1, values["eps"], steps + 1).astype(np.float32)
-    return [*(np.float32(1) - times[1:-1] / times[:-2]).tolist(), 1.0]
+    as in torch; all of them in the last step. ``taken`` steps have gone before."""
+    taken = values.get("taken", 0)
+    times = np.linspace(1, values["eps"], steps + taken + 1).astype(np.float32)
+    return [*(np.float32(1) - times[1:-1] / times[:-2]).tolist(), 1.0][taken:]
 
 
 def dream_schedule(masks: int, steps: int, values: Mapping[str, Any]) -> list[int]:
@@ -78,7 +79,7 @@ def _with_alg_temp(values: Mapping[str, Any]) -> bool:
     return values["alg_temp"] > 0
 
 
-_USES = frozenset({"max_denoising_steps", "eps"})
+_USES = frozenset({"max_denoising_steps", "eps", "block_length"})
 _DEFAULTS = {"eps": 1e-3, "alg_temp": 0.0}
 
 ORIGIN = Rule(

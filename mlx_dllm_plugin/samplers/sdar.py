@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import Candidates, Rule
+from . import Candidates, Ranking, Rule
 from .low_confidence import even_schedule, token_probability
 
 # top_k before top_p, as in SDAR's sampling.
@@ -24,9 +24,9 @@ def block_schedule(masks: int, steps: int, values: Mapping[str, Any]) -> list[in
     return counts
 
 
-def leftmost(candidates: Candidates) -> mx.array:
+def leftmost(ranking: Ranking) -> mx.array:
     """The further left, the higher: [B, W]."""
-    return mx.broadcast_to(-mx.arange(candidates.tokens.shape[1], dtype=mx.float32), candidates.tokens.shape)
+    return mx.broadcast_to(-mx.arange(ranking.free.shape[1], dtype=mx.float32), ranking.free.shape)
 
 
 def dynamic(confidence: mx.array, least: mx.array, values: Mapping[str, mx.array]) -> mx.array:
@@ -52,7 +52,8 @@ SEQUENTIAL = Rule(
     name="sequential",
     about="SDAR: from left to right, an even number per step",
     schedule=block_schedule,
-    confidence=leftmost,
+    confidence=token_probability,
+    rank=leftmost,
     uses=_USES,
     filters=FILTERS,
 )

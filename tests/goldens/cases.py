@@ -15,6 +15,7 @@ from mlx_lm.utils import load_model
 import mlx_dllm_plugin
 from mlx_dllm_plugin import DecodingOptions, DecodingResult, DiffusionError
 from mlx_dllm_plugin.caches import BlockCache, BlockWindow, FullCanvas
+from mlx_dllm_plugin.decode import Commit
 from mlx_dllm_plugin.samplers import RULES, Candidates, Rule
 
 from .a2d import Row
@@ -23,10 +24,6 @@ LOGIT_TOLERANCE = 2e-3
 GIVEN = "positions_given"  # a rule made here
 
 Job = tuple[list[list[int]], list[DecodingOptions]]
-
-
-class Inexpressible(Exception):
-    """A case that this version has no options for."""
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -48,10 +45,7 @@ def replay(folder: Path, kinds: Sequence[str]) -> Iterator[Row]:
         kind = "likelihood" if case["target"] == "likelihood" else "decode"
         if case["target"] == "none" or kind not in kinds:
             continue
-        try:
-            problem = _likelihood(case, arrays, model) if kind == "likelihood" else _case(case, model)
-        except Inexpressible as why:
-            problem = f"this version cannot express it: {why}"
+        problem = _likelihood(case, arrays, model) if kind == "likelihood" else _case(case, model)
         yield Row(folder.name, kind, case["name"], problem)
     if "decode" in kinds:
         for case in golden.get("generations", []):
@@ -148,49 +142,107 @@ def _case(case: dict[str, Any], model: Any) -> str:
     wanted = case["output_ids"]
     for i, result in enumerate(results):
         expected = wanted[i][left[i] : left[i] + len(result.canvas)]
-        if case["target"] == "tokens_to_eos":
-            eos = settings["eos_token_id"]
-            end = expected.index(eos, len(prompts[i])) + 1 if eos in expected[len(prompts[i]) :] else len(expected)
-            if result.canvas[:end] != expected[:end]:
-                return f"row {i}: the ids up to the end of sequence differ"
-            continue
+        if result.finish_reason == "stop":
+            # The reference goes on to the end of the block, and then fills up or leaves masks.
+            end = len(prompts[i]) + result.generated_tokens
+            result = replace(result, canvas=result.canvas[:end])
+            expected = expected[:end]
         if result.canvas != expected:
             wrong = sum(a != b for a, b in zip(result.canvas, expected, strict=True))
             return f"row {i}: {wrong} of {len(expected)} ids differ"
         steps = [[(at - left[i], token) for row, at, token, _ in step if row == i] for step in case["steps"]]
-        problem = _compare_steps(result, steps, _calls(case))
+        if shared.get("unmasking") == "wino":
+            masked = [tuple(at for at, token in step if token == settings["mask_id"]) for step in steps]
+            if masked != [commit.masked for commit in result.commits]:
+                return f"row {i}: same ids, but others were masked again"
+            steps = [[pair for pair in step if pair[1] != settings["mask_id"]] for step in steps]
+        if shared.get("after_eos") == "eos":
+            # What the reference writes after the first end of sequence stands among its commits.
+            steps = [[pair for pair in step if pair[0] < end] for step in steps]
+            result = replace(result, commits=[_before(commit, end) for commit in result.commits])
+        problem = _compare_steps(result, steps, int(case["nfe_forward_calls"]))
         if problem:
             return f"row {i}: {problem} ({name})"
     return ""
 
 
-def _calls(case: dict[str, Any]) -> int:
-    return int(case["nfe_forward_calls"])
+def _before(commit: Commit, end: int) -> Commit:
+    """What was committed before a position."""
+    count = sum(at < end for at in commit.positions)
+    return replace(commit, positions=commit.positions[:count], tokens=commit.tokens[:count])
 
 
 def _accelerated(settings: dict[str, Any]) -> dict[str, Any]:
-    """Samplers of Fast-dLLM v1 and d2Cache without a cache; the rest is not expressible yet."""
-    plain = settings.get("cache") == "nocache" or settings.get("strategy") == "vanilla"
-    others = ("early_stop", "stop_until_eos", "factor", "alg", "gamma")
-    if not plain or any(settings.get(name) for name in others):
-        raise Inexpressible("a rule or cache of Fast-dLLM, d2Cache or dInfer")
-    shared = {"max_tokens": settings["gen_length"], "block_length": settings["block_length"]}
-    if "threshold" in settings:
-        return shared | {"unmasking": "threshold", "threshold": settings["threshold"]}
-    if settings.get("strategy") == "vanilla":
+    """The options of a sampler of Fast-dLLM v1, its Dream version, d2Cache or dInfer."""
+    shared = {"max_tokens": settings.get("gen_length") or settings["max_new_tokens"]}
+    if settings.get("block_length"):
+        shared["block_length"] = settings["block_length"]
+    if settings.get("cache") in ("prefix", "dual"):
+        shared["cache"] = settings["cache"]
+    if settings.get("stop_until_eos"):
+        shared |= {"stop_at_eos": True, "after_eos": "skip"}
+    elif "eos_id" in settings:
+        shared["stop_at_eos"] = True
+        if "decoder" not in settings and settings.get("early_stop"):
+            shared["after_eos"] = "eos"
+    if settings.get("eos_id") is not None:
+        shared["eos_token_ids"] = (settings["eos_id"],)
+    threshold, strategy, decoder = (settings.get(name) for name in ("threshold", "strategy", "decoder"))
+    if "alg" in settings:
+        return shared | _fast_dllm_dream(settings)
+    if strategy == "klass":
+        names = {"kl_threshold": "kl_threshold", "kl_history_length": "kl_history", "threshold": "threshold"}
+        return shared | {"unmasking": "klass"} | {ours: settings[theirs] for theirs, ours in names.items()}
+    if strategy == "wino":
+        thresholds = settings["wide_in_thres"], settings["narrow_out_thres"]
+        return shared | {"unmasking": "wino", "threshold": thresholds[0], "narrow_out_threshold": thresholds[1]}
+    if "gamma" in settings:
+        return shared | {"unmasking": "eb", "entropy_bound": settings["gamma"]}
+    if decoder == "hierarchy":
+        return shared | {"unmasking": "hierarchy", "threshold": threshold, "low_threshold": settings["low_threshold"]}
+    if decoder == "credit":
+        names = {"credit_alpha": "credit_weight", "boost_gamma": "credit_power", "decay_beta": "credit_decay"}
+        return (
+            shared
+            | {"unmasking": "credit", "threshold": threshold}
+            | {ours: settings[theirs] for theirs, ours in names.items()}
+        )
+    if "factor" in settings:
+        rule = "factor" if strategy else "fast_dllm_factor"
+        return shared | {"unmasking": rule, "factor": settings["factor"]}
+    if threshold is not None:
+        return shared | {"unmasking": "dinfer_threshold" if decoder else "threshold", "threshold": threshold}
+    if strategy:
         return shared | {"unmasking": "threshold", "threshold": 2.0}
     return shared | {"unmasking": "low_confidence", "max_denoising_steps": settings["steps"]}
 
 
-def _compare_steps(result: DecodingResult, steps: list[list[tuple[int, int]]], calls: int) -> str:
-    """Commit by commit; steps of the reference that commit nothing are left out here."""
+def _fast_dllm_dream(settings: dict[str, Any]) -> dict[str, Any]:
+    shared: dict[str, Any] = {}
+    if "dual_cache" in settings:
+        shared = {"cache": "dual" if settings["dual_cache"] else "prefix", "first_token": "stale"}
+    if settings["alg"] != "confidence_threshold":
+        return shared | {"unmasking": settings["alg"], "max_denoising_steps": settings["steps"]}
+    shared["threshold"] = settings["threshold"]
+    if shared.get("cache"):
+        return shared | {"unmasking": "threshold"}
+    return shared | {"unmasking": "confidence_threshold", "max_denoising_steps": settings["steps"]}
+
+
+def _compare_steps(
+    result: DecodingResult, steps: list[list[tuple[int, int]]], calls: int | None = None, empty: int | None = None
+) -> str:
+    """Commit by commit, and the number of forwards: the reference's, without those that commit nothing."""
     expected = [sorted(step) for step in steps if step]
     found = [sorted(zip(c.positions, c.tokens, strict=True)) for c in result.commits if c.positions]
+    if result.finish_reason == "stop":
+        expected = expected[: len(found)]
     if found != expected:
         first = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(expected))
         return f"same ids, but commit {first} differs ({len(found)} commits, {len(expected)} expected)"
-    if result.nfe > calls:
-        return f"{result.nfe} forwards, {calls} expected"
+    empty = sum(not step for step in steps) if empty is None else empty
+    if calls is not None and result.finish_reason != "stop" and result.nfe != calls - empty:
+        return f"{result.nfe} forwards, {calls - empty} expected"
     return ""
 
 
@@ -222,7 +274,8 @@ def _positions_given(case: dict[str, Any], model: Any, prompt: list[int], shared
         RULES.unregister(GIVEN)
     if result.canvas != case["output_ids"][0]:
         return "the ids differ"
-    return _compare_steps(result, [[(at, token) for _, at, token, _ in s] for s in case["steps"]], _calls(case))
+    wanted = [[(at, token) for _, at, token, _ in step] for step in case["steps"]]
+    return _compare_steps(result, wanted, int(case["nfe_forward_calls"]), empty=0)
 
 
 # Generations of block
@@ -244,9 +297,8 @@ def _generation(golden: dict[str, Any], case: dict[str, Any], model: Any) -> str
         if settings["remasking_strategy"] == "low_confidence_dynamic":
             shared["threshold"] = settings["confidence_threshold"]
     elif family == "fast_dllm_v2":
-        if settings["use_block_cache"]:
-            return "this version cannot express it: the block cache of Fast-dLLM v2"
         shared |= {
+            "cache": "dual" if settings["use_block_cache"] else "block",
             "unmasking": "threshold",
             "threshold": settings["threshold"],
             "sub_block_length": settings["small_block_size"],
@@ -261,12 +313,13 @@ def _generation(golden: dict[str, Any], case: dict[str, Any], model: Any) -> str
         wrong = sum(a != b for a, b in zip(tokens, case["output_ids"], strict=False))
         return f"{wrong} of {len(case['output_ids'])} ids differ, {len(tokens)} given"
     before = [state for state in _blocks_before(result, case["prompt_ids"], shared, golden)]
-    wanted = [entry[1] for entry in case["history"] if not (entry[2] if family == "sdar" else entry[0] == "store")]
-    if before != wanted[: len(before)]:
-        first = next(i for i, (a, b) in enumerate(zip(before, wanted, strict=False)) if a != b)
-        return f"same ids, but forward {first} saw another block"
+    wanted = [entry for entry in case["history"] if not (entry[2] if family == "sdar" else entry[0] == "store")]
+    for number, (found, entry) in enumerate(zip(before, wanted, strict=False)):
+        start = entry[1] if entry[0] == "sub" else 0  # of a part of the block, the part alone is recorded
+        if found[start : start + len(entry[-1 if family != "sdar" else 1])] != entry[-1 if family != "sdar" else 1]:
+            return f"same ids, but forward {number} saw another block"
     nfe = case["nfe"]
-    allowed = nfe.get("denoise") or nfe["denoise_block"] + nfe["store"]
+    allowed = nfe.get("denoise") or nfe["denoise_block"] + nfe["denoise_sub_block"] + nfe["store"]
     if len(case["prompt_ids"]) % shared["block_length"] == 0:
         allowed += nfe["prefill"]  # it hands over the first token of the output, which counts as denoising here
     return f"{result.nfe} forwards, {allowed} expected" if result.nfe > allowed else ""
@@ -320,7 +373,7 @@ def _dllm(golden: dict[str, Any], case: dict[str, Any], model: Any) -> str:
         if result.tokens[: len(case["outputs"][i])] != case["outputs"][i]:
             return f"row {i}: the ids differ"
         pad = _padding(case, rows, i) if sampler == "bd3lm" else 0
-        problem = _compare_steps(_cut(result, len(case["outputs"][i])), _history(case, i, pad), 10**9)
+        problem = _compare_steps(_cut(result, len(case["outputs"][i])), _history(case, i, pad))
         if problem:
             return f"row {i}: {problem}"
         allowed = case["nfe"].get("denoise", case["nfe"]["forwards"])
