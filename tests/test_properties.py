@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_dllm_plugin import DecodingOptions, DecodingResult, decode, stream_decode
-from mlx_dllm_plugin.decode import BlockDone, Commit, Finished, Released, _Blocks
+from mlx_dllm_plugin.batch import Blocks
+from mlx_dllm_plugin.decode import BlockDone, Commit, Finished, Released
 from mlx_dllm_plugin.samplers import RULES
 from tests.models import MASK, VOCAB
 from tests.test_decode import chi_square
@@ -220,7 +221,7 @@ def test_prefill_in_chunks_changes_nothing_but_its_count(
     whole = decode(model, prompts, options)
     prefills = [result.prefills for result in whole]
     for chunk in (1, 4, 9):
-        monkeypatch.setattr(_Blocks, "PREFILL", chunk)
+        monkeypatch.setattr(Blocks, "PREFILL", chunk)
         chunked = model_of(kind)
         results = decode(chunked, prompts, options)
         assert [as_lists(result) for result in results] == [as_lists(result) for result in whole]
