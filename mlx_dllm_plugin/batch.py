@@ -150,9 +150,9 @@ class Batch(ABC):
             self._given = mx.array(given)
         return mx.concatenate([canvas, mx.where(self._given, self.mask_ids.astype(canvas.dtype), canvas)])
 
-    def doubled(self, at: Sequence[int]) -> list[int]:
-        """Rows of the arrays that have guidance's copies below."""
-        return [i + half * len(self.rows) for half in range(self.copies) for i in at]
+    def doubled(self, at: Sequence[int], copies: int | None = None) -> list[int]:
+        """Rows of the arrays that have guidance's copies below; some of the copies."""
+        return [i + half * len(self.rows) for half in range(copies or self.copies) for i in at]
 
     def rank(self, what: str) -> int:
         """The rank of the attention's scores. Raises DiffusionError when nobody knows it."""
@@ -286,7 +286,7 @@ class Whole(Batch):
         self._hand_over(batch, keep, dropped)
         for old, new in zip(self.caches, batch.caches, strict=True):
             if isinstance(old, WindowCache) and isinstance(new, WindowCache):
-                new.take_over(old, self.doubled(keep), dropped)
+                new.take_over(old, self.doubled(keep, batch.copies), dropped)
         at = mx.array(keep)
         return batch, canvas[at][:, dropped:], masked[at][:, dropped:]
 
@@ -394,7 +394,7 @@ class Blocks(Batch):
         batch = Blocks([self.rows[i] for i in keep], self.family, self.model)
         batch.stored = [self.stored[i] for i in keep]
         for cache in self.caches:
-            cache.select(self.doubled(keep), max(batch.stored))
+            cache.select(self.doubled(keep, batch.copies), max(batch.stored))
         batch.caches = self.caches
         self._hand_over(batch, keep, 0)
         at = mx.array(keep)

@@ -434,6 +434,12 @@ def run(
     ):
         if len(values) > 1:
             raise DiffusionError(f"All rows of a batch must use the same {what}, got {', '.join(sorted(values))}.")
+    rule = rows[0][0].rule if rows else None
+    if rule is not None and rule.revise is not None and family.local_attention:
+        raise DiffusionError(
+            f"The unmasking rule {rule.name!r} puts masks beside the canvas, and layers of the family {family.name} "
+            "see a neighbourhood of it only: choose another rule."
+        )
     states = [Row(index, plan, options, spec.vocab_size) for index, (plan, options) in enumerate(rows)]
     return _loop(model, family, states, stream)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .errors import DiffusionError
+from .families.profiles import STANDARD
 from .options import DecodingOptions, approximations
 from .samplers import RULES, Rule, users
 from .spec import DiffusionSpec, mask_token_id_of
@@ -98,8 +99,8 @@ def plan(spec: DiffusionSpec, prompt: Sequence[int], options: DecodingOptions) -
     Raises:
         DiffusionError: anything that cannot be decoded as asked, in one sentence.
     """
-    options = profiled(spec, options)
     spec = _chosen(spec, options)
+    options = profiled(spec, options)
     mask = mask_token_id_of(spec, options.mask_token_id)
     if not prompt:
         raise DiffusionError("The prompt is empty: give at least one token.")
@@ -131,8 +132,8 @@ def plan_slots(
     Raises:
         DiffusionError: as :func:`plan`.
     """
-    options = profiled(spec, options)
     spec = _chosen(spec, options)
+    options = profiled(spec, options)
     rule = RULES.get(options.unmasking or spec.unmasking)
     block_causal = spec.attention == "block_causal"
     _refuse_unused(rule, spec, options)
@@ -190,7 +191,7 @@ def plan_slots(
 
 def profiled(spec: DiffusionSpec, options: DecodingOptions) -> DecodingOptions:
     """The options with what a profile adds where they say nothing, as far as the rule in force uses it."""
-    if options.profile is None:
+    if options.profile in (None, "exact"):
         return options
     added = {
         name: value for name, value in spec.profiles.get(options.profile, {}).items() if getattr(options, name) is None
@@ -200,6 +201,15 @@ def profiled(spec: DiffusionSpec, options: DecodingOptions) -> DecodingOptions:
         name for name, field in DecodingOptions.__dataclass_fields__.items() if field.metadata["common"]
     }
     return replace(options, **{name: value for name, value in added.items() if name in uses})
+
+
+def in_force(spec: DiffusionSpec, options: DecodingOptions) -> tuple[DecodingOptions, bool]:
+    """The options with what the profile in force adds, and whether the canvas is filled block by block."""
+    spec = _chosen(spec, options)
+    options = profiled(spec, options)
+    rule = RULES.get(options.unmasking or spec.unmasking)
+    by_block = "block_length" in rule.uses and _value("block_length", spec, rule, options) is not None
+    return options, by_block or spec.attention == "block_causal"
 
 
 def _cache(spec: DiffusionSpec, rule: Rule, options: DecodingOptions, sub_block: int | None) -> str:
@@ -256,6 +266,7 @@ def _chosen(spec: DiffusionSpec, options: DecodingOptions) -> DiffusionSpec:
         changes[name] = value
     if "attention" in changes:
         changes["canvas"] = "growing" if changes["attention"] == "block_causal" else "fixed"
+        changes["profiles"] = STANDARD[changes["attention"]]
     return replace(spec, **changes) if changes else spec
 
 

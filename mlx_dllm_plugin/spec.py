@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .checkpoint import Checkpoint, check_config, open_checkpoint, resolve_run_directory
 from .errors import CheckpointError, DiffusionError, note
+from .families.profiles import STANDARD
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,7 @@ class DiffusionSpec:
             begins at the prompt's end.
         stop_token_ids: of ``eos_token_ids``, those that end a turn and are not the declared end of sequence.
         variants: of ``attention`` and ``logits``, those a decoding option may choose otherwise.
-        profiles: what each profile sets, by name.
+        profiles: what the profiles but ``exact`` set, by name.
     """
 
     family: str
@@ -164,6 +165,7 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
         eos_token_ids=(*eos, *sorted(stops - set(eos))),
         stop_token_ids=tuple(sorted(stops - set(eos))),
         variants=tuple(sorted(family.variants)),
+        profiles=family.profiles or STANDARD[shape["attention"]],
         vocab_size=vocab_size,
         context_length=context,
         defaults={name: value for name, (value, _) in defaults.items()},

@@ -6,12 +6,15 @@ import argparse
 import copy
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Checkpoint, check_weights, has_tokenizer, open_checkpoint
 from ..errors import CheckpointError, DiffusionError
 from ..families import FAMILIES
+from ..families.profiles import cost
+from ..options import approximations
 from ..spec import DiffusionSpec, check_mask_token_id, detect, resolve
 
 
@@ -85,7 +88,9 @@ def _print(checkpoint: Checkpoint, spec: DiffusionSpec, problems: list[str]) -> 
     print(checkpoint.path)
     if checkpoint.provenance:
         print(f"warning: {checkpoint.provenance}")
-    left_out = {"defaults", "sources"} | {name for name in ("stop_token_ids", "variants") if not getattr(spec, name)}
+    left_out = {"defaults", "sources", "profiles"} | {
+        name for name in ("stop_token_ids", "variants") if not getattr(spec, name)
+    }
     if spec.attention == "bidirectional" and "attention" not in spec.variants:
         left_out.add("block_origin")
     rows = [(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec) if f.name not in left_out]
@@ -94,8 +99,18 @@ def _print(checkpoint: Checkpoint, spec: DiffusionSpec, problems: list[str]) -> 
     first, second = (max(len(row[i]) for row in shown) for i in (0, 1))
     for name, value, source in shown:
         print(f"  {name:<{first}}  {value:<{second}}  {source}".rstrip())
+    for name in ("exact", *spec.profiles):
+        print(f"  {'profile ' + name:<{first}}  {_profile(name, spec.profiles.get(name, {}))}")
     for problem in problems:
         print(f"problem: {problem}")
+
+
+def _profile(name: str, settings: Mapping[str, Any]) -> str:
+    """What a profile sets and what that costs."""
+    inexact = approximations(settings)
+    notes = [f"approximate: {', '.join(inexact)}"] if inexact else []
+    what = ", ".join(f"{option} {value}" for option, value in settings.items())
+    return f"{what} ({'; '.join([*notes, cost(name, settings)])})".strip()
 
 
 def _shown(value: Any) -> str:

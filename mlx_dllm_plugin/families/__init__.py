@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..registry import Registry
@@ -80,6 +80,9 @@ class Family:
         mask_token_id: its id when the vocabulary does not have the text either.
         score_rank: ``(model) -> 4 or 5``, the rank of the attention scores and so of a key mask; None when nobody
             knows it, and then rows of unequal length are not decoded together.
+        local_attention: some layers see a neighbourhood only, so that keys must stand in the order of the canvas.
+        profiles: what the profiles ``balanced`` and ``fast`` set, where that is not what ``profiles.py`` has for the
+            attention; ``exact`` sets nothing.
         prepare_config: ``(config) -> None``, in place, before the model is made; raises DiffusionError for settings
             that mlx-lm's model would silently ignore.
         sanitize: ``(weights) -> weights``, before the model's own sanitize.
@@ -111,13 +114,15 @@ class Family:
     mask_token: str | None = None
     mask_token_id: int | None = None
     score_rank: Callable[[Any], int] | None = _four
+    local_attention: bool = False
+    profiles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     prepare_config: Callable[[dict[str, Any]], None] = _nothing
     sanitize: Callable[[Weights], Weights] = _unchanged
     wrap_class: Callable[[type], type] | None = None
     repair: Callable[[Any, dict[str, Any]], None] = _nothing
 
 
-_SHARED = {"a2d", "common", "refused"}  # files here that are no family
+_SHARED = {"a2d", "common", "profiles", "refused"}  # files here that are no family
 
 FAMILIES: Registry[Family] = Registry(
     "mlx_dllm.families",

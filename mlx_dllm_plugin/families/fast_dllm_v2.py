@@ -40,6 +40,7 @@ FAMILY = Family(
     mask_token="|<MASK>|",
     mask_token_id=151665,
     stop_tokens=("<|im_end|>",),
+    profiles={"balanced": {"cache": "dual"}, "fast": {"cache": "dual", "threshold": 0.8}},
     prepare_config=common.prepare_qwen2,
     sanitize=common.plain,
     hidden=a2d.decoder,

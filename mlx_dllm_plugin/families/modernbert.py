@@ -52,6 +52,7 @@ def head(model: Any, states: mx.array) -> mx.array:
 
 FAMILY = Family(
     name="modernbert",
+    local_attention=True,
     model_types=("modernbert",),
     claims=claims,
     hidden=llada.hidden,

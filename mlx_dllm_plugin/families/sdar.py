@@ -54,6 +54,7 @@ def family(model_type: str, **own: Any) -> Family:
         mask_token="<|MASK|>",
         mask_token_id=151669,
         stop_tokens=("<|im_end|>",),
+        profiles={"balanced": {"threshold": 0.8}, "fast": {"threshold": 0.7}},
         hidden=a2d.decoder,
         head=a2d.either_head,
         **own,

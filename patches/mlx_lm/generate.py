@@ -37,13 +37,16 @@ def _module() -> Any:
 
 @functools.cache
 def _responder(base: type) -> Callable[..., Any]:
-    """Makes GenerationResponses with the rule and the number of forwards so far, since one forward commits several
-    tokens. Values the host's class has no field for are left out, fields we know nothing of are None."""
+    """Makes GenerationResponses with the rule, the profile, the settings that are approximate, and the number of
+    forwards so far, since one forward commits several tokens. Values the host's class has no field for are left out,
+    fields we know nothing of are None."""
 
     @dataclass
     class DiffusionResponse(base):  # type: ignore[misc, valid-type]
         forwards: int = 0
         unmasking: str = ""
+        profile: str = "exact"
+        approximate: tuple[str, ...] = ()
 
     DiffusionResponse.__qualname__ = "DiffusionResponse"
     globals()["DiffusionResponse"] = DiffusionResponse  # where pickle looks for it
@@ -162,11 +165,20 @@ def _denoise(request: _Request) -> Iterator[Any]:
     import mlx.core as mx
 
     from ...decode import Released, stream_decode
+    from ...options import approximations
+    from ...plan import in_force
 
     host, spec = _module(), request.model.diffusion_spec
-    unmasking = request.options.unmasking or spec.unmasking
+    options, by_block = in_force(spec, request.options)
+    how = {
+        "unmasking": options.unmasking or spec.unmasking,
+        "profile": options.profile or "exact",
+        "approximate": tuple(approximations(dataclasses.asdict(options))),
+    }
+    if options.full_logprobs is None and by_block:
+        options = dataclasses.replace(options, full_logprobs=True)  # few positions at a time: all of them are at hand
     respond = _responder(host.GenerationResponse)
-    events = stream_decode(request.model, request.prompt, request.options, stream=request.stream)
+    events = stream_decode(request.model, request.prompt, options, stream=request.stream)
     prompt_tokens = len(request.prompt)
     detokenizer = request.tokenizer.detokenizer
     progress = request.progress or (lambda done, total: None)
@@ -199,7 +211,7 @@ def _denoise(request: _Request) -> Iterator[Any]:
                     peak_memory=mx.get_peak_memory() / 1e9,
                     finish_reason=reason,
                     forwards=event.nfe,
-                    unmasking=unmasking,
+                    **how,
                 )
     if not count:
         raise DiffusionError(
@@ -257,6 +269,8 @@ def _print_statistics(response: Any, first: float) -> None:
         f"Diffusion: {response.unmasking}, {response.forwards} forwards, {per_forward:.2f} tokens per forward, "
         f"first token after {first:.3f} s"
     )
+    inexact = f" (approximate: {', '.join(response.approximate)})" if response.approximate else ""
+    print(f"Profile: {response.profile}{inexact}")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
 
 
