@@ -262,8 +262,8 @@ class DecodingOptions:
     kl_history: int | None = _option(
         "int",
         "for how many steps it must have been stable (default: 2)",
-        expected="an integer from 1 to 64",
-        valid=lambda n: 1 <= n <= 64,
+        expected="a positive integer",
+        valid=_positive,
         common=False,
     )
     credit_weight: float | None = _option(

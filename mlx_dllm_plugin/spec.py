@@ -155,6 +155,7 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
         if isinstance(config.get(name), int):
             context, sources["context_length"] = config[name], f"config.json ({name})"
             break
+    sources["profiles"] = f"the family {family.name}" if family.profiles else "the attention"
     defaults, own = family.defaults(checkpoint), family.shape(checkpoint)
     sources |= {name: source for name, (_, source) in (*defaults.items(), *own.items())}
     shape: dict[str, Any] = {name: own[name][0] if name in own else getattr(family, name) for name in _SHAPE}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -164,22 +165,25 @@ def test_same_seed_same_text_and_another_seed_another_text(model: Any, rule: str
 
 def test_every_draw_has_a_key_of_its_own(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[tuple[int, ...]] = []
+    decode_module = sys.modules["mlx_dllm_plugin.decode"]  # the package's name `decode` is the function
+    uniform, sample = mx.random.uniform, decode_module._sample
 
-    def spy(draw: Any) -> Any:
-        def call(*args: Any, key: mx.array, **kwargs: Any) -> mx.array:
-            keys.append(tuple(key.tolist()))
-            return draw(*args, key=key, **kwargs)
+    def uniform_spy(*args: Any, key: mx.array, **kwargs: Any) -> mx.array:
+        keys.append(tuple(key.tolist()))
+        return uniform(*args, key=key, **kwargs)
 
-        return call
+    def sample_spy(row: Any, rule: Any, logits: mx.array, own: mx.array) -> mx.array:
+        keys.extend(map(tuple, own.tolist()))
+        return sample(row, rule, logits, own)
 
-    for name in ("gumbel", "uniform"):
-        monkeypatch.setattr(mx.random, name, spy(getattr(mx.random, name)))
+    monkeypatch.setattr(mx.random, "uniform", uniform_spy)
+    monkeypatch.setattr(decode_module, "_sample", sample_spy)
     options = [
         DecodingOptions(unmasking="random", max_tokens=5, max_denoising_steps=5, temp=1.0, seed=seed, stop_at_eos=False)
         for seed in (1, 2)
     ]
     decode(model, [PROMPT, [1]], options)
-    assert len(keys) == len(set(keys)) == 2 * 2 * 5
+    assert len(keys) == len(set(keys)) == 2 * 5 + 2 * 5 * 5
 
 
 def test_without_a_seed_the_global_state_of_mlx_decides(model: Any) -> None:

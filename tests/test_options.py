@@ -12,10 +12,13 @@ from mlx_dllm_plugin.errors import DiffusionError
 from mlx_dllm_plugin.options import MODES, DecodingOptions, LoadOptions, merge, parse, split, table
 
 BY_NAME = {option.name: option for option in table()}
-POSITIVE = ("canvas_length", "max_denoising_steps", "block_length", "sub_block_length")
-NOT_NEGATIVE_INT = ("top_k", "seed", "mask_token_id")
-NOT_NEGATIVE_FLOAT = ("temp", "confidence_temperature", "threshold", "entropy_bound", "cfg_scale", "alg_temp")
-SHARES = ("top_p", "min_p")
+POSITIVE = ("canvas_length", "max_denoising_steps", "block_length", "sub_block_length", "refresh_interval", "kl_history")
+NOT_NEGATIVE_INT = ("top_k", "seed", "mask_token_id", "vicinity", "radius")
+NOT_NEGATIVE_FLOAT = (
+    *("temp", "confidence_temperature", "threshold", "entropy_bound", "cfg_scale", "alg_temp", "low_threshold"),
+    *("relaxed_threshold", "factor", "kl_threshold", "credit_weight", "credit_power", "gap"),
+)
+SHARES = ("top_p", "min_p", "narrow_out_threshold", "credit_decay")
 IDS = ("suppress_tokens", "begin_suppress_tokens", "cfg_keep_tokens", "eos_token_ids")
 BOOLS = ("stop_at_eos", "full_logprobs")
 CHOICES = {
@@ -23,6 +26,10 @@ CHOICES = {
     "logits": ("in_place", "shifted"),
     "eos_flags": ("none", "logits", "confidence", "both"),
     "alpha_schedule": ("linear", "cosine"),
+    "profile": ("exact", "balanced", "fast"),
+    "cache": ("auto", "none", "prefix", "dual", "block"),
+    "first_token": ("fresh", "stale"),
+    "after_eos": ("fill", "skip", "eos"),
 }
 
 

@@ -100,17 +100,17 @@ def _print(checkpoint: Checkpoint, spec: DiffusionSpec, problems: list[str]) -> 
     for name, value, source in shown:
         print(f"  {name:<{first}}  {value:<{second}}  {source}".rstrip())
     for name in ("exact", *spec.profiles):
-        print(f"  {'profile ' + name:<{first}}  {_profile(name, spec.profiles.get(name, {}))}")
+        print(f"  {'profile ' + name:<{first}}  {'  '.join(_profile(name, spec.profiles.get(name, {})))}")
     for problem in problems:
         print(f"problem: {problem}")
 
 
-def _profile(name: str, settings: Mapping[str, Any]) -> str:
+def _profile(name: str, settings: Mapping[str, Any]) -> tuple[str, str]:
     """What a profile sets and what that costs."""
     inexact = approximations(settings)
     notes = [f"approximate: {', '.join(inexact)}"] if inexact else []
     what = ", ".join(f"{option} {value}" for option, value in settings.items())
-    return f"{what} ({'; '.join([*notes, cost(name, settings)])})".strip()
+    return what or "-", "; ".join([*notes, cost(name, settings)])
 
 
 def _shown(value: Any) -> str:

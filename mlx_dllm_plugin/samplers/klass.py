@@ -11,7 +11,6 @@ from .low_confidence import token_probability
 from .marks import count_marked, marked
 
 TINY = 1e-12
-LONGEST = 64  # steps of history at most
 
 
 def divergences(logits: mx.array, past: Memory, values: Mapping[str, mx.array]) -> Memory:
