@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from .caches import BlockCache, BlockWindow, FullCanvas, PartOfBlock, WindowCache
+from .caches import BlockCache, BlockWindow, CanvasWindow, FullCanvas, PartOfBlock, WindowCache
 from .errors import DiffusionError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Batch(ABC):
 
     slot: np.ndarray
     place: mx.array
+    _place: np.ndarray
     shadows: mx.array | None = None
 
     def __init__(self, rows: list[Row], family: Family, model: Any):
@@ -86,7 +87,7 @@ class Batch(ABC):
             first = min(int(at[0]), self.width - window)  # no column twice: one of them would undo the other's commit
             place[i] = first + np.arange(window)
             self.slot[i, at - first] = np.arange(start, start + len(at))
-        self.place = mx.array(place)
+        self.place, self._place = mx.array(place), place
         return place
 
     def columns(self, i: int) -> np.ndarray:
@@ -171,7 +172,7 @@ class Batch(ABC):
         if self._memory is None:
             return ()
         places, memory = self._memory
-        place = np.array(self.place)
+        place = self._place
         back = place - places[:, :1]
         known = (back >= 0) & (back < places.shape[1])
         if not self._whole_rows:
@@ -182,7 +183,7 @@ class Batch(ABC):
         return tuple(mx.where(_wide(keep, m), mx.take_along_axis(m, _wide(index, m), axis=1), 0) for m in memory)
 
     def remember(self, memory: Memory) -> None:
-        self._memory = (np.array(self.place), memory)
+        self._memory = self._place, memory
 
     # Rows that go on
 
@@ -208,16 +209,16 @@ class Whole(Batch):
         super().__init__(rows, family, model)
         self.doubts = self.rule.revise is not None
         cached = any(stage.window for row in rows for stage in row.stages)
-        padding = [self.width - len(row.plan.canvas) for row in rows] * self.copies
-        rank = 4
-        if any(padding):
-            rank = self.rank("Rows of unequal length cannot be decoded together")
+        self.padding = [self.width - len(row.plan.canvas) for row in rows] * self.copies
+        self.scores = 4
+        if any(self.padding):
+            self.scores = self.rank("Rows of unequal length cannot be decoded together")
         elif self.doubts:
-            rank = self.rank("Tokens cannot be revised")
+            self.scores = self.rank("Tokens cannot be revised")
         layers = len(getattr(model, "layers", ()))
-        self.caches: list[Any] = [FullCanvas(padding, self.width, rank)] * layers
+        self.caches: list[Any] = [FullCanvas(self.padding, self.width, self.scores)] * layers
         if cached or self.doubts:
-            self.caches = [WindowCache(padding, self.width, rank, keeps=cached) for _ in range(layers)]
+            self.caches = [WindowCache(len(self.padding), self.width, keeps=cached) for _ in range(layers)]
 
     def first(self, row: Row) -> int:
         return self.width - len(row.plan.canvas)
@@ -269,9 +270,10 @@ class Whole(Batch):
             stands_in = (column >= mx.array(own[:, :1])) & (column <= mx.array(own[:, -1:]))
             masks = self.mask_ids[mx.array(at)].astype(ids.dtype)
             ids = mx.concatenate([ids, mx.where(stands_in, masks, ids)])
-        for cache in {id(cache): cache for cache in self.caches}.values():
-            if isinstance(cache, WindowCache):
-                cache.use(window, None if everyone else rows, shadow)
+        if isinstance(self.caches[0], WindowCache):
+            seen = CanvasWindow(self.padding, self.width, window, None if everyone else rows, shadow, self.scores)
+            for cache in self.caches:
+                cache.window = seen
         states = self.family.hidden(self.model, ids, self.caches)
         read = np.tile(place[at] - self.shifted - a, (self.copies * (2 if self.doubts else 1), 1))
         states = _cut(states, read)

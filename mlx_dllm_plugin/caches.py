@@ -59,90 +59,114 @@ class FullCanvas(AttentionPolicy):
         return self._mask
 
 
-class WindowCache(FullCanvas):
+class CanvasWindow:
     """
-    Keys and values of a whole canvas, of which a forward recomputes a window and sees the rest as it was. A window that
-    reaches to the canvas's end is Fast-dLLM's prefix cache, one over a block its dual cache. One object per layer.
+    Which columns of a canvas a forward computes, for which rows, and what they see. One object for all layers.
 
-    A forward may carry shadows (WINO): its rows a second time, with masks in ``shadow`` columns. Nothing sees them but
-    they each other; each sees all of the row but the column it stands in for.
+    A forward may carry shadows (WINO): its rows a second time, with masks in some columns. Nothing sees those but they
+    each other; each sees all of the row but the column it stands in for.
 
     Args:
-        padding, width, rank: as in FullCanvas.
-        keeps: store keys and values, otherwise every forward has to compute the whole canvas.
+        padding: columns of left padding of each row of the batch.
+        width: columns of the canvas, padding included.
+        window: the columns (first, last + 1) that the forward computes.
+        rows: which rows of the batch; None: all.
+        shadow: the columns (first, last + 1) of its shadows, if it has any.
+        rank: rank of the attention's scores.
     """
 
-    def __init__(self, padding: Sequence[int], width: int, rank: int = 4, *, keeps: bool = True):
-        super().__init__(padding, width, rank)
-        self.padding, self.width, self.keeps, self._rank = list(padding), width, keeps, rank
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-        self._columns_seen = self._mask
-        self.use((0, width), None, None)
+    def __init__(
+        self,
+        padding: Sequence[int],
+        width: int,
+        window: tuple[int, int],
+        rows: Sequence[int] | None = None,
+        shadow: tuple[int, int] | None = None,
+        rank: int = 4,
+    ):
+        self.start, self.end = window
+        self.rows = None if rows is None else mx.array(list(rows))
+        self.shadow = shadow
+        own = list(padding) if rows is None else [padding[i] for i in rows]
+        seen = FullCanvas(own, width, rank).make_mask(width)
+        self.mask = seen if shadow is None else self._shadow_mask(seen, len(own), width, shadow, rank)
+        own = own if shadow is None else [*own, *own]
+        self.offset = self.start - mx.array(own, dtype=mx.int32) if any(own) else self.start
 
-    def use(self, window: tuple[int, int], rows: Sequence[int] | None, shadow: tuple[int, int] | None) -> None:
-        """
-        What the next forward computes.
-
-        Args:
-            window: its columns.
-            rows: which rows of the batch; None: all.
-            shadow: the columns of its shadows, if it has any.
-        """
-        self.start, end = window
-        self._rows = None if rows is None else mx.array(list(rows))
-        self._shadow = shadow
-        padding = self.padding if rows is None else [self.padding[i] for i in rows]
-        seen = self._columns_seen
-        if seen is not None and self._rows is not None:
-            seen = seen[self._rows]
-        self._mask = seen
-        if shadow is not None:
-            self._mask = self._shadow_mask(seen, len(padding), end - self.start, shadow)
-            padding = [*padding, *padding]
-        self.offset = self.start - mx.array(padding, dtype=mx.int32) if any(padding) else self.start
-
-    def _shadow_mask(self, seen: mx.array | None, rows: int, length: int, shadow: tuple[int, int]) -> mx.array:
-        """[2 * rows, 1, length, width + shadow]: what rows and then their shadows see."""
+    def _shadow_mask(
+        self, seen: mx.array | None, rows: int, width: int, shadow: tuple[int, int], rank: int
+    ) -> mx.array:
+        """[2 * rows, 1, columns, width + shadow]: what rows and then their shadows see."""
         first, last = shadow
-        shape = (rows, *[1] * (self._rank - 3), length, self.width)
+        shape = (rows, *[1] * (rank - 3), self.end - self.start, width)
         real = mx.ones(shape, dtype=mx.bool_) if seen is None else mx.broadcast_to(seen, shape)
-        query, key = mx.arange(self.start, self.start + length)[:, None], mx.arange(self.width)[None]
+        query, key = mx.arange(self.start, self.end)[:, None], mx.arange(width)[None]
         stands_in = (query >= first) & (query < last)
         theirs = mx.broadcast_to(stands_in, (*shape[:-1], last - first))
         above = mx.concatenate([real, mx.zeros_like(theirs)], axis=-1)
         below = mx.concatenate([real & ~(stands_in & (query == key)), theirs], axis=-1)
         return mx.concatenate([above, below])
 
+
+class WindowCache(AttentionPolicy):
+    """
+    Keys and values of a whole canvas, of which a forward recomputes a window and sees the rest as it was. A window that
+    reaches to the canvas's end is Fast-dLLM's prefix cache, one over a block its dual cache. One object per layer.
+
+    Args:
+        rows, width: of the batch's canvas.
+        keeps: store keys and values; otherwise every forward has to compute the whole canvas.
+    """
+
+    def __init__(self, rows: int, width: int, *, keeps: bool = True):
+        self.count, self.width, self.keeps = rows, width, keeps
+        self.window: CanvasWindow | None = None
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    @property
+    def offset(self) -> int | mx.array:  # type: ignore[override]
+        return self.window.offset if self.window is not None else 0
+
+    @property
+    def start(self) -> int:
+        """The column of the first query, which left padding does not move."""
+        return self.window.start if self.window is not None else 0
+
+    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        return self.window.mask if self.window is not None else None
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._shadow is None:
+        window = self.window
+        if window is None or window.shadow is None:
             return self._fetch(keys, values)
         (keys, keys_below), (values, values_below) = mx.split(keys, 2), mx.split(values, 2)
         keys, values = self._fetch(keys, values)
-        first, last = (column - self.start for column in self._shadow)
+        first, last = (column - window.start for column in window.shadow)
         return (
             mx.tile(mx.concatenate([keys, keys_below[:, :, first:last]], axis=2), (2, 1, 1, 1)),
             mx.tile(mx.concatenate([values, values_below[:, :, first:last]], axis=2), (2, 1, 1, 1)),
         )
 
     def _fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        rows = self.window.rows if self.window is not None else None
         if keys.shape[2] == self.width:
             if self.keeps:
-                self.keys, self.values = self._stored(self.keys, keys), self._stored(self.values, values)
+                self.keys, self.values = self._stored(self.keys, keys, rows), self._stored(self.values, values, rows)
             return keys, values
         assert self.keys is not None and self.values is not None  # a stage begins with the whole canvas
         # In place where all rows take part: what a window overwrites it computes anew until all is computed again.
-        whole = (self.keys, self.values) if self._rows is None else (self.keys[self._rows], self.values[self._rows])
+        whole = (self.keys, self.values) if rows is None else (self.keys[rows], self.values[rows])
         for kept, new in zip(whole, (keys, values), strict=True):
             kept[:, :, self.start : self.start + new.shape[2]] = new
         return whole
 
-    def _stored(self, kept: mx.array | None, new: mx.array) -> mx.array:
-        if self._rows is None:
+    def _stored(self, kept: mx.array | None, new: mx.array, rows: mx.array | None) -> mx.array:
+        if rows is None:
             return new
         if kept is None:
-            kept = mx.zeros((len(self.padding), *new.shape[1:]), dtype=new.dtype)
-        kept[self._rows] = new
+            kept = mx.zeros((self.count, *new.shape[1:]), dtype=new.dtype)
+        kept[rows] = new
         return kept
 
     def take_over(self, other: WindowCache, rows: Sequence[int], dropped: int) -> None:
