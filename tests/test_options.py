@@ -12,7 +12,14 @@ from mlx_dllm_plugin.errors import DiffusionError
 from mlx_dllm_plugin.options import MODES, DecodingOptions, LoadOptions, merge, parse, split, table
 
 BY_NAME = {option.name: option for option in table()}
-POSITIVE = ("canvas_length", "max_denoising_steps", "block_length", "sub_block_length", "refresh_interval", "kl_history")
+POSITIVE = (
+    "canvas_length",
+    "max_denoising_steps",
+    "block_length",
+    "sub_block_length",
+    "refresh_interval",
+    "kl_history",
+)
 NOT_NEGATIVE_INT = ("top_k", "seed", "mask_token_id", "vicinity", "radius")
 NOT_NEGATIVE_FLOAT = (
     *("temp", "confidence_temperature", "threshold", "entropy_bound", "cfg_scale", "alg_temp", "low_threshold"),

@@ -13,10 +13,15 @@ import pytest
 from mlx_dllm_plugin.commands import main
 from mlx_dllm_plugin.compat import TESTED
 from mlx_dllm_plugin.families import FAMILIES
+from mlx_dllm_plugin.families.profiles import COST
 from mlx_dllm_plugin.options import table
 from mlx_dllm_plugin.samplers import RULES, users
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from demo_quality import paired  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 
 
@@ -55,6 +60,37 @@ def test_what_is_said_of_the_demo_is_what_was_measured() -> None:
         f"{one['exact']} exactly with one token a step, as here, and {threshold['exact']} with\n"
         f"`--unmasking threshold`, which commits {threshold['tokens_per_forward']:.1f} tokens per forward.\n"
     )
+
+
+def test_the_profiles_are_as_measured() -> None:
+    """The table, what `mlx-dllm info` says of a profile, and what the profiles may lose at most."""
+    report = json.loads((ROOT / "benchmarks" / "results" / "demo_quality.json").read_text())
+    base = report["rules"]["one token a step"]
+    rows = [
+        f"| exact | {base['exact']} of {base['of']} | | {base['tokens_per_forward']} | {base['columns_per_token']} |\n"
+    ]
+    for name, most in (("balanced", 0.5), ("fast", 2.0)):
+        run = report["rules"][f"profile {name}"]
+        points = "{:+.1f} ({:+.1f} to {:+.1f})".format(*paired(run, base))
+        assert run["of"] == 1000 and paired(run, base)[0] >= -most
+        found = f"{run['exact']} of {run['of']} | {points}"
+        rows.append(f"| {name} | {found} | {run['tokens_per_forward']} | {run['columns_per_token']} |\n")
+        amount, interval = points.split(" ", 1)
+        speed = f"{round(run['tokens_per_forward'], 2)} tokens per forward"
+        assert COST[name] == f"on the demo checkpoint {amount} points {interval}, {speed}"
+    head = "| profile | exact answers | points | tokens per forward | columns per token |\n|---|---|---|---|---|\n"
+    assert between("profiles") == head + "".join(rows)
+
+
+def test_every_rule_was_measured_with_every_cache() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "demo_quality.json").read_text())
+    names = {f"{rule.name}/{cache}" for rule in RULES.builtin() for cache in ("none", "prefix", "dual")}
+    assert names <= set(report["rules"])
+    for name in names:
+        run = report["rules"][name]
+        assert run["of"] == 200 and run["exact"] == run["of"] - len(run["wrong"]) == sum(run["tasks"].values())
+        assert run["tokens_per_forward"] == round(run["tokens"] / run["forwards"], 3)
+        assert run["columns_per_token"] == round(run["columns"] / run["tokens"], 2)
 
 
 def test_the_rules_are_the_registered_ones() -> None:

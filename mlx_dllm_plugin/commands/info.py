@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         problems.append("The mask token is unknown: give mlx_lm.generate its id with --mask-token-id.")
     if args.json:
         values = {**dataclasses.asdict(spec), "defaults": dict(spec.defaults), "sources": dict(spec.sources)}
+        values["approximate"] = _inexact(spec)
         print(json.dumps({"path": str(checkpoint.path), "spec": values, "problems": problems}, indent=2))
     else:
         _print(checkpoint, spec, problems)
@@ -99,10 +100,21 @@ def _print(checkpoint: Checkpoint, spec: DiffusionSpec, problems: list[str]) -> 
     first, second = (max(len(row[i]) for row in shown) for i in (0, 1))
     for name, value, source in shown:
         print(f"  {name:<{first}}  {value:<{second}}  {source}".rstrip())
+    print(f"  {'approximate':<{first}}  {', '.join(_inexact(spec))}  options that trade exactness for speed")
     for name in ("exact", *spec.profiles):
         print(f"  {'profile ' + name:<{first}}  {'  '.join(_profile(name, spec.profiles.get(name, {})))}")
     for problem in problems:
         print(f"problem: {problem}")
+
+
+def _inexact(spec: DiffusionSpec) -> list[str]:
+    """The values of options that are approximate for a checkpoint."""
+    caches = ("dual",) if "sub_block_length" in spec.defaults else ()
+    values = {"cache": ("prefix", "dual") if spec.attention == "bidirectional" else caches}
+    if (spec.attention, spec.logits) == ("bidirectional", "shifted"):
+        values["first_token"] = ("stale",)
+    values["after_eos"] = ("skip", "eos")
+    return [text for name, ones in values.items() for one in ones for text in approximations({name: one})]
 
 
 def _profile(name: str, settings: Mapping[str, Any]) -> tuple[str, str]:
