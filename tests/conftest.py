@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.tools import Runner
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -36,3 +39,19 @@ def goldens() -> Path:
 def data() -> Path:
     """tests/data: a few small goldens that come with the checkout."""
     return DATA
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Runner:
+    """Runs a host's command in this process."""
+    return Runner(monkeypatch, capfd)
+
+
+@pytest.fixture(scope="session")
+def demo() -> tuple[Any, Any]:
+    """The demo checkpoint: model and tokenizer."""
+    import mlx_lm
+
+    from mlx_dllm_plugin import demo_path
+
+    return mlx_lm.load(str(demo_path()))

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
@@ -24,16 +23,6 @@ sys.path.insert(0, str(ROOT / "examples"))
 from demo_problems import TASKS, Problem, check_disjoint, problems  # noqa: E402
 
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "demo_quality.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, Any]:
-    return mlx_lm.load(str(demo_path()))
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(monkeypatch, capfd)
 
 
 def ids_of(tokenizer: Any, problem: Problem) -> list[int]:

@@ -11,7 +11,7 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from mlx_dllm_plugin import DecodingOptions, DiffusionError, decode, demo_path, infill
+from mlx_dllm_plugin import DecodingOptions, DiffusionError, decode, infill
 from mlx_dllm_plugin.commands import main
 from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.families.profiles import BIDIRECTIONAL, BLOCK_CAUSAL, NOT_MEASURED, STANDARD, cost
@@ -39,16 +39,6 @@ def spec_with(attention: Any = "bidirectional", **changes: Any) -> DiffusionSpec
         "profiles": STANDARD[attention],
     }
     return DiffusionSpec(**{**values, **changes})
-
-
-@pytest.fixture(scope="module")
-def demo() -> tuple[Any, Any]:
-    return mlx_lm.load(str(demo_path()))
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(monkeypatch, capfd)
 
 
 def test_exact_sets_nothing() -> None:

@@ -45,11 +45,6 @@ def ar(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return _load(make_ar_model(tmp_path_factory.mktemp("ar") / "llama", data / "a2d" / "gpt2-grow" / "run" / "model"))
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Runner:
-    return Runner(monkeypatch, capfd)
-
-
 @pytest.fixture(scope="module")
 def evaluate() -> Iterator[types.ModuleType]:
     """mlx_lm.evaluate, over a stand-in for lm_eval, which need not be installed."""
