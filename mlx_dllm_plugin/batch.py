@@ -262,16 +262,14 @@ class Whole(Batch):
         rows = self.doubled(at)
         everyone = len(at) == len(self.rows)
         ids = (canvas if everyone else canvas[mx.array(rows)])[:, a:b]
-        shadow = None
+        shadows = None
         if self.doubts:
-            own = place[at]
-            shadow = int(own.min()), int(own.max()) + 1
-            column = mx.arange(a, b)[None]
-            stands_in = (column >= mx.array(own[:, :1])) & (column <= mx.array(own[:, -1:]))
+            shadows = [self._span(self.rows[i]) for i in at]
+            column, (first, last) = np.arange(a, b)[None], np.array(shadows).T[:, :, None]
             masks = self.mask_ids[mx.array(at)].astype(ids.dtype)
-            ids = mx.concatenate([ids, mx.where(stands_in, masks, ids)])
+            ids = mx.concatenate([ids, mx.where(mx.array((column >= first) & (column < last)), masks, ids)])
         if isinstance(self.caches[0], WindowCache):
-            seen = CanvasWindow(self.padding, self.width, window, None if everyone else rows, shadow, self.scores)
+            seen = CanvasWindow(self.padding, self.width, window, None if everyone else rows, shadows, self.scores)
             for cache in self.caches:
                 cache.window = seen
         states = self.family.hidden(self.model, ids, self.caches)
@@ -279,8 +277,13 @@ class Whole(Batch):
         states = _cut(states, read)
         if not self.doubts:
             return states, None
-        real, shadows = mx.split(states, 2)
-        return real, shadows
+        real, below = mx.split(states, 2)
+        return real, below
+
+    def _span(self, row: Row) -> tuple[int, int]:
+        """The columns from the first to the last slot of a row's stage."""
+        stage, first = row.stages[0], self.first(row)
+        return first + row.plan.slots[stage.start], first + row.plan.slots[stage.end - 1] + 1
 
     def select(self, keep: list[int], canvas: mx.array, masked: mx.array) -> tuple[Batch, mx.array, mx.array]:
         batch = Whole([self.rows[i] for i in keep], self.family, self.model)

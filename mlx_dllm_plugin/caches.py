@@ -71,7 +71,7 @@ class CanvasWindow:
         width: columns of the canvas, padding included.
         window: the columns (first, last + 1) that the forward computes.
         rows: which rows of the batch; None: all.
-        shadow: the columns (first, last + 1) of its shadows, if it has any.
+        shadows: per row the columns (first, last + 1) of its shadows, if it has any.
         rank: rank of the attention's scores.
     """
 
@@ -81,30 +81,34 @@ class CanvasWindow:
         width: int,
         window: tuple[int, int],
         rows: Sequence[int] | None = None,
-        shadow: tuple[int, int] | None = None,
+        shadows: Sequence[tuple[int, int]] | None = None,
         rank: int = 4,
     ):
         self.start, self.end = window
         self.rows = None if rows is None else mx.array(list(rows))
-        self.shadow = shadow
+        self.shadow: tuple[int, int] | None = None  # from the first of all shadows to the last
         own = list(padding) if rows is None else [padding[i] for i in rows]
         seen = FullCanvas(own, width, rank).make_mask(width)
-        self.mask = seen if shadow is None else self._shadow_mask(seen, len(own), width, shadow, rank)
-        own = own if shadow is None else [*own, *own]
+        self.mask = seen
+        if shadows is not None:
+            self.shadow = min(first for first, _ in shadows), max(last for _, last in shadows)
+            self.mask = self._shadow_mask(seen, width, np.array(shadows), rank)
+            own = [*own, *own]
         self.offset = self.start - mx.array(own, dtype=mx.int32) if any(own) else self.start
 
-    def _shadow_mask(
-        self, seen: mx.array | None, rows: int, width: int, shadow: tuple[int, int], rank: int
-    ) -> mx.array:
-        """[2 * rows, 1, columns, width + shadow]: what rows and then their shadows see."""
-        first, last = shadow
-        shape = (rows, *[1] * (rank - 3), self.end - self.start, width)
-        real = mx.ones(shape, dtype=mx.bool_) if seen is None else mx.broadcast_to(seen, shape)
-        query, key = mx.arange(self.start, self.end)[:, None], mx.arange(width)[None]
+    def _shadow_mask(self, seen: mx.array | None, width: int, shadows: np.ndarray, rank: int) -> mx.array:
+        """[2 * rows, 1, columns, width + shadow columns]: what rows and then their shadows see."""
+        assert self.shadow is not None
+        rows, between = len(shadows), [1] * (rank - 3)
+        query, key = np.arange(self.start, self.end)[None, :, None], np.arange(width)[None, None]
+        first, last = (shadows[:, i, None, None] for i in (0, 1))
         stands_in = (query >= first) & (query < last)
-        theirs = mx.broadcast_to(stands_in, (*shape[:-1], last - first))
+        column = np.arange(*self.shadow)[None, None]
+        theirs = mx.array((stands_in & (column >= first) & (column < last)).reshape(rows, *between, query.size, -1))
+        own = mx.array((stands_in & (query == key)).reshape(rows, *between, query.size, width))
+        real = mx.ones(own.shape, dtype=mx.bool_) if seen is None else mx.broadcast_to(seen, own.shape)
         above = mx.concatenate([real, mx.zeros_like(theirs)], axis=-1)
-        below = mx.concatenate([real & ~(stands_in & (query == key)), theirs], axis=-1)
+        below = mx.concatenate([real & ~own, theirs], axis=-1)
         return mx.concatenate([above, below])
 
 
