@@ -3,8 +3,8 @@
     python benchmarks/caches.py            # ratios to the cache `none` of the same round, median of 3 rounds
 
 The canvas is filled to its end (stop_at_eos is off), in blocks of 32, one token a step, so that all caches do the same
-number of forwards. Ratios of one machine say little about another: where weights are read from memory, a forward of a few
-columns costs nearly as much as one of many.
+number of forwards. Ratios of one machine say little about another: where weights are read from memory, a forward of a
+few columns costs nearly as much as one of many.
 """
 
 from __future__ import annotations

@@ -217,7 +217,8 @@ class Whole(Batch):
             self.scores = self.rank("Tokens cannot be revised")
         layers = len(getattr(model, "layers", ()))
         self.caches: list[Any] = [FullCanvas(self.padding, self.width, self.scores)] * layers
-        if cached or self.doubts:
+        self.windows = cached or self.doubts
+        if self.windows:
             self.caches = [WindowCache(len(self.padding), self.width, keeps=cached) for _ in range(layers)]
 
     def first(self, row: Row) -> int:
@@ -268,7 +269,7 @@ class Whole(Batch):
             column, (first, last) = np.arange(a, b)[None], np.array(shadows).T[:, :, None]
             masks = self.mask_ids[mx.array(at)].astype(ids.dtype)
             ids = mx.concatenate([ids, mx.where(mx.array((column >= first) & (column < last)), masks, ids)])
-        if isinstance(self.caches[0], WindowCache):
+        if self.windows:
             seen = CanvasWindow(self.padding, self.width, window, None if everyone else rows, shadows, self.scores)
             for cache in self.caches:
                 cache.window = seen

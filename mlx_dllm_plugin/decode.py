@@ -390,7 +390,7 @@ class Row:
             picked.logprobs,
             tuple(slots[slot] for slot in picked.masked),
         )
-        if None not in self.tokens[stage.start : stage.end]:
+        if None not in self.tokens[slice(*self.span)]:
             self.stages.popleft()
             self.step = 0
             if stage.block is not None:

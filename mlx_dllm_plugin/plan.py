@@ -242,6 +242,11 @@ def _cache(spec: DiffusionSpec, rule: Rule, options: DecodingOptions, sub_block:
         )
     if options.after_eos not in (None, "fill") and options.stop_at_eos is False:
         raise DiffusionError(f"after_eos {options.after_eos} means nothing without stop_at_eos: leave one of them out.")
+    if options.after_eos == "eos" and rule.revise is not None:
+        raise DiffusionError(
+            f"after_eos eos writes over what follows an end of sequence, and the unmasking rule {rule.name!r} may take "
+            "that back: choose skip, or another rule."
+        )
     if rule.revise is not None and (causal or spec.logits == "shifted"):
         raise DiffusionError(
             f"The unmasking rule {rule.name!r} puts masks in the place of committed tokens, which needs attention to "

@@ -62,7 +62,7 @@ def repair(model: Any, config: dict[str, Any]) -> None:
 
 def hidden(model: Any, ids: mx.array, cache: list[Any]) -> mx.array:
     # The caches are indexed at pattern - 1, also when that many layers do not exist.
-    return model.model(ids, cache[:1] * max(len(cache), model.args.sliding_window_pattern))
+    return model.model(ids, [*cache, *cache[:1] * (model.args.sliding_window_pattern - len(cache))])
 
 
 def head(model: Any, states: mx.array) -> mx.array:

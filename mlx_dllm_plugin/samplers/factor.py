@@ -18,8 +18,11 @@ def within_factor(confidence: mx.array, least: mx.array, values: Mapping[str, mx
 
 
 def within_factor_or_all(confidence: mx.array, least: mx.array, values: Mapping[str, mx.array]) -> mx.array:
-    """The same, but when all but the last would be committed that one is too."""
-    count = within_factor(confidence, least, values)
+    """How many of the surest reach 1 - factor / (n + 1), at least one; when that is all but the last, that one is
+    committed too: [B, 1]."""
+    n = mx.arange(1, confidence.shape[1] + 1)
+    reach = confidence >= 1 - values["factor"] / (n + 1)
+    count = mx.maximum(reach.sum(axis=1, keepdims=True), 1)
     masks = (confidence > -mx.inf).sum(axis=1, keepdims=True)
     return mx.where(count == masks - 1, masks, count)
 

@@ -22,6 +22,7 @@ def divergences(logits: mx.array, past: Memory, values: Mapping[str, mx.array]) 
         return now, mx.zeros(now.shape[:2])
     before, steps = past
     divergence = (now * (mx.log(now + TINY) - mx.log(before + TINY))).sum(axis=-1)
+    divergence = mx.maximum(divergence, 0)  # rounding may leave it below
     return now, mx.where(divergence < values["kl_threshold"], steps + 1, 0.0)
 
 

@@ -14,9 +14,8 @@ def near_sure_ones(ranking: Ranking) -> mx.array:
     (confidence,) = ranking.measures
     sure = ranking.free & (confidence >= ranking.values["threshold"])
     column = mx.arange(confidence.shape[1], dtype=mx.float32)[None]
-    far = 2.0 * confidence.shape[1]
-    left = column - mx.cummax(mx.where(sure, column, -far), axis=1)
-    right = mx.cummin(mx.where(sure, column, 2 * far), axis=1, reverse=True) - column
+    left = column - mx.cummax(mx.where(sure, column, -mx.inf), axis=1)
+    right = mx.cummin(mx.where(sure, column, mx.inf), axis=1, reverse=True) - column
     near = mx.minimum(left, right) <= ranking.values["radius"]
     return marked(ranking.free & near & (confidence >= ranking.values["relaxed_threshold"]) | sure, confidence)
 
