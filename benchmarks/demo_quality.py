@@ -191,7 +191,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--processes", type=int, default=2, help="MLX computes on one core a process (default: 2)")
-    parser.add_argument("--only", action="append", choices=list(runs()), help="score this run (may be repeated)")
+    parser.add_argument(
+        "--only", action="append", choices=list(runs()), metavar="RUN", help="score this run, such as klass/dual"
+    )
     parser.add_argument("--table", action="store_true", help="print the tables of the result file and score nothing")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "demo_quality.json")
     args = parser.parse_args()

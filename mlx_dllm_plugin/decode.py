@@ -105,13 +105,14 @@ class BlockDone:
 @dataclass(frozen=True)
 class Released:
     """The next tokens of the row's output: in order, each once, never to change. ``reason`` is set when they are the
-    last: after ``stop`` the last token is the end of sequence."""
+    last: after ``stop`` the last token is the end of sequence. ``columns`` are the columns computed so far."""
 
     row: int
     tokens: tuple[int, ...]
     nfe: int
     reason: str | None = None
     logprobs: tuple[Logprobs, ...] = field(repr=False, default=())
+    columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -407,7 +408,7 @@ class Row:
         if self.released > first:
             new = slice(first, self.released)
             tokens, kept = tuple(self.tokens[new]), tuple(self.logprobs[new])  # type: ignore[arg-type]
-            yield Released(self.index, tokens, self.nfe, self.reason, kept)  # type: ignore[arg-type]
+            yield Released(self.index, tokens, self.nfe, self.reason, kept, self.columns)  # type: ignore[arg-type]
         if self.reason is not None:
             yield self.finished()
 

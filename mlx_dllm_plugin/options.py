@@ -402,11 +402,14 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], di
 
 
 def approximations(values: Mapping[str, Any]) -> list[str]:
-    """Those of some option values that trade exactness for speed, as ``name value``."""
+    """Those of some option values that trade exactness for speed, as ``name value``. A cache that computes everything
+    in every forward does not."""
     return [
         f"{option.name} {values[option.name]}"
         for option in fields(DecodingOptions)
-        if values.get(option.name) is not None and option.metadata["approximate"](values[option.name])
+        if values.get(option.name) is not None
+        and option.metadata["approximate"](values[option.name])
+        and not (option.name == "cache" and values.get("refresh_interval") == 1)
     ]
 
 

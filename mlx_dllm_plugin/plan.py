@@ -14,6 +14,9 @@ from .options import DecodingOptions, approximations
 from .samplers import RULES, Rule, users
 from .spec import DiffusionSpec, mask_token_id_of
 
+FROZEN = ("prefix", "dual")  # caches that freeze what would change
+# Options of all rules that say how a canvas is filled.
+_STEERING = ("unmasking", "cache", "refresh_interval", "vicinity", "first_token", "after_eos")
 LONGEST_CANVAS = 2**20  # when the checkpoint names no context
 
 
@@ -196,6 +199,8 @@ def profiled(spec: DiffusionSpec, options: DecodingOptions) -> DecodingOptions:
     added = {
         name: value for name, value in spec.profiles.get(options.profile, {}).items() if getattr(options, name) is None
     }
+    if (options.cache or added.get("cache")) not in FROZEN:
+        added = {name: value for name, value in added.items() if name not in ("vicinity", "refresh_interval")}
     rule = RULES.get(options.unmasking or added.get("unmasking") or spec.unmasking)
     uses = rule.uses | {
         name for name, field in DecodingOptions.__dataclass_fields__.items() if field.metadata["common"]
@@ -203,13 +208,47 @@ def profiled(spec: DiffusionSpec, options: DecodingOptions) -> DecodingOptions:
     return replace(options, **{name: value for name, value in added.items() if name in uses})
 
 
-def in_force(spec: DiffusionSpec, options: DecodingOptions) -> tuple[DecodingOptions, bool]:
-    """The options with what the profile in force adds, and whether the canvas is filled block by block."""
+class InForce(NamedTuple):
+    """
+    What options and profile come to.
+
+    Args:
+        options: with what the profile adds.
+        by_block: whether the canvas is filled block by block.
+        profile: its name.
+        changes: settings that were given beside it, as ``name value``.
+        approximate: those in force that trade exactness for speed, as ``name value``.
+    """
+
+    options: DecodingOptions
+    by_block: bool
+    profile: str
+    changes: tuple[str, ...]
+    approximate: tuple[str, ...]
+
+    def __str__(self) -> str:
+        changes = f", but with {', '.join(self.changes)}" if self.changes else ""
+        return self.profile + changes + (f" (approximate: {', '.join(self.approximate)})" if self.approximate else "")
+
+
+def in_force(spec: DiffusionSpec, options: DecodingOptions) -> InForce:
+    """What the options come to with a checkpoint."""
     spec = _chosen(spec, options)
-    options = profiled(spec, options)
-    rule = RULES.get(options.unmasking or spec.unmasking)
-    by_block = "block_length" in rule.uses and _value("block_length", spec, rule, options) is not None
-    return options, by_block or spec.attention == "block_causal"
+    settled = profiled(spec, options)
+    rule = RULES.get(settled.unmasking or spec.unmasking)
+    by_block = "block_length" in rule.uses and _value("block_length", spec, rule, settled) is not None
+    given = [
+        f"{name} {getattr(options, name)}"
+        for name, option in DecodingOptions.__dataclass_fields__.items()
+        if getattr(options, name) is not None and (name in _STEERING or not option.metadata["common"])
+    ]
+    return InForce(
+        settled,
+        by_block or spec.attention == "block_causal",
+        options.profile or "exact",
+        tuple(given),
+        tuple(approximations(dataclasses.asdict(settled))),
+    )
 
 
 def _cache(spec: DiffusionSpec, rule: Rule, options: DecodingOptions, sub_block: int | None) -> str:
@@ -230,10 +269,11 @@ def _cache(spec: DiffusionSpec, rule: Rule, options: DecodingOptions, sub_block:
             + ": leave it out."
         )
     for name in ("refresh_interval", "vicinity"):
-        if getattr(options, name) is not None and (causal or cache not in ("prefix", "dual")):
+        if getattr(options, name) is not None and (causal or cache not in FROZEN):
+            way = "leave it out" if causal else "add cache prefix or dual, or leave it out"
             raise DiffusionError(
                 f"{name} belongs to the caches prefix and dual of bidirectional attention, and the cache here is "
-                f"{cache}: leave it out."
+                f"{cache}: {way}."
             )
     if options.first_token == "stale" and (spec.logits != "shifted" or causal):
         raise DiffusionError(
@@ -241,7 +281,9 @@ def _cache(spec: DiffusionSpec, rule: Rule, options: DecodingOptions, sub_block:
             f"logits {spec.logits} and attention {spec.attention}: leave it out."
         )
     if options.after_eos not in (None, "fill") and options.stop_at_eos is False:
-        raise DiffusionError(f"after_eos {options.after_eos} means nothing without stop_at_eos: leave one of them out.")
+        raise DiffusionError(
+            f"after_eos {options.after_eos} means nothing without stop_at_eos: give that too, or leave it out."
+        )
     if options.after_eos == "eos" and rule.revise is not None:
         raise DiffusionError(
             f"after_eos eos writes over what follows an end of sequence, and the unmasking rule {rule.name!r} may take "

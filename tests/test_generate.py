@@ -161,7 +161,8 @@ def test_verbose_prints_the_text_and_statistics(gpt2: tuple[Any, Any], capsys: p
     assert re.fullmatch(
         r"Prompt: 9 tokens, [\d.]+ tokens-per-sec\n"
         r"Generation: 24 tokens, [\d.]+ tokens-per-sec\n"
-        r"Diffusion: a2d, 8 forwards, 3\.00 tokens per forward, first token after [\d.]+ s\n"
+        r"Diffusion: a2d, 8 forwards, 3\.00 tokens per forward, 264 columns computed, first token after [\d.]+ s\n"
+        r"Profile: exact, but with max_denoising_steps 8\n"
         r"Peak memory: [\d.]+ GB\n",
         statistics,
     )

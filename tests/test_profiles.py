@@ -64,6 +64,13 @@ def test_single_options_win_over_the_profile() -> None:
     assert approximations({"cache": settled.cache}) == []
 
 
+@pytest.mark.parametrize("cache", ["none", "auto"])
+def test_without_a_frozen_cache_its_settings_go_too(cache: str) -> None:
+    options = DecodingOptions(profile="balanced", cache=cache)
+    assert profiled(spec_with(), options).vicinity is None and plan(spec_with(), PROMPT, options).cache == "none"
+    assert profiled(spec_with(), replace(options, cache="prefix")).vicinity == 16
+
+
 def test_what_the_rule_in_force_does_not_use_is_left_out() -> None:
     settled = profiled(spec_with(), DecodingOptions(profile="balanced", unmasking="a2d"))
     assert (settled.threshold, settled.block_length, settled.cache, settled.vicinity) == (None, None, "dual", 16)
@@ -84,8 +91,8 @@ def test_a_family_may_have_profiles_of_its_own() -> None:
         spec = spec_with("block_causal", unmasking=family.unmasking, profiles=profiles)
         spec = replace(spec, defaults={**spec.defaults, "block_length": 8, "sub_block_length": 4})
         for profile in ("balanced", "fast"):
-            settled, by_block = in_force(spec, DecodingOptions(profile=profile))
-            assert by_block and plan(spec, PROMPT, DecodingOptions(profile=profile)).rule.name == family.unmasking
+            settled = in_force(spec, DecodingOptions(profile=profile)).options
+            assert plan(spec, PROMPT, DecodingOptions(profile=profile)).rule.name == family.unmasking
             assert settled.threshold == profiles[profile].get("threshold")
 
 
@@ -124,9 +131,11 @@ def test_decoding_and_filling_holes_take_it(demo: tuple[Any, Any]) -> None:
         ((), "Profile: exact"),
         (("--profile", "exact"), "Profile: exact"),
         (("--profile", "balanced"), "Profile: balanced (approximate: cache dual)"),
-        (("--profile", "fast", "--cache", "none"), "Profile: fast"),
-        (("--cache", "prefix"), "Profile: exact (approximate: cache prefix)"),
-        (("--after-eos", "skip"), "Profile: exact (approximate: after_eos skip)"),
+        (("--profile", "fast", "--cache", "none"), "Profile: fast, but with cache none"),
+        (("--cache", "prefix"), "Profile: exact, but with cache prefix (approximate: cache prefix)"),
+        (("--cache", "dual", "--refresh-interval", "1"), "Profile: exact, but with cache dual, refresh_interval 1"),
+        (("--after-eos", "skip"), "Profile: exact, but with after_eos skip (approximate: after_eos skip)"),
+        (("--unmasking", "eb", "--entropy-bound", "0.2"), "Profile: exact, but with unmasking eb, entropy_bound 0.2"),
     ],
 )
 def test_verbose_output_says_which_and_what_is_approximate(run: Runner, arguments: tuple[str, ...], line: str) -> None:

@@ -16,6 +16,7 @@ from ..checkpoint import affixes
 from ..demo import demo_path
 from ..errors import PREFIX, CheckpointError, DiffusionError, note
 from ..options import DecodingOptions, add_arguments
+from ..plan import in_force
 
 HOLE = re.compile(r"\[MASK(?::([^\]]*))?\]")
 LARGEST_HOLE = 100_000
@@ -62,15 +63,26 @@ def run(args: argparse.Namespace, values: dict[str, Any]) -> int:
     holes = [tokenizer.decode(list(islice(tokens, part))) for part in parts if isinstance(part, int)]
     filled = iter(holes)
     text = "".join(next(filled) if isinstance(part, int) else part for part in parts)
+    settled = in_force(spec, options)
     if args.json:
-        report = {"text": text, "holes": holes, "forwards": result.nfe, "canvas": result.canvas, "seconds": seconds}
+        report = {
+            "text": text,
+            "holes": holes,
+            "unmasking": settled.options.unmasking or spec.unmasking,
+            "profile": settled.profile,
+            "approximate": settled.approximate,
+            "forwards": result.nfe,
+            "columns": result.columns,
+            "canvas": result.canvas,
+            "seconds": seconds,
+        }
         print(json.dumps(report, indent=2))
         return 0
     print(text)
     count = sum(masked)
     per_forward = f"{count / result.nfe:.2f} tokens per forward"
     parts_of_it = f"{_counted(count, 'token')} in {_counted(len(holes), 'hole')}, {_counted(result.nfe, 'forward')}"
-    print(f"{PREFIX} {parts_of_it}, {per_forward}", file=sys.stderr)
+    print(f"{PREFIX} {parts_of_it}, {per_forward}; profile {settled}", file=sys.stderr)
     return 0
 
 

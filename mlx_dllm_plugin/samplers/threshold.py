@@ -42,7 +42,7 @@ THRESHOLD = Rule(
 CONFIDENCE_THRESHOLD = Rule(
     name="confidence_threshold",
     about="Fast-dLLM for Dream, without blocks: every position that reaches the threshold, at least the best one, but "
-    "never more than an even schedule has committed by then",
+    "never more than an even schedule of max_denoising_steps has committed by then",
     confidence=token_probability,
     schedule=left_after,
     select=not_ahead,

@@ -37,15 +37,17 @@ def _module() -> Any:
 
 @functools.cache
 def _responder(base: type) -> Callable[..., Any]:
-    """Makes GenerationResponses with the rule, the profile, the settings that are approximate, and the number of
-    forwards so far, since one forward commits several tokens. Values the host's class has no field for are left out,
-    fields we know nothing of are None."""
+    """Makes GenerationResponses with the rule, the profile, what was set beside it, what of that is approximate, and
+    the forwards and computed columns so far, since one forward commits several tokens. Values that the host's class has
+    no field for are left out, fields we know nothing of are None."""
 
     @dataclass
     class DiffusionResponse(base):  # type: ignore[misc, valid-type]
         forwards: int = 0
+        columns: int = 0
         unmasking: str = ""
         profile: str = "exact"
+        settings: str = "exact"
         approximate: tuple[str, ...] = ()
 
     DiffusionResponse.__qualname__ = "DiffusionResponse"
@@ -165,17 +167,18 @@ def _denoise(request: _Request) -> Iterator[Any]:
     import mlx.core as mx
 
     from ...decode import Released, stream_decode
-    from ...options import approximations
     from ...plan import in_force
 
     host, spec = _module(), request.model.diffusion_spec
-    options, by_block = in_force(spec, request.options)
+    settled = in_force(spec, request.options)
+    options = settled.options
     how = {
         "unmasking": options.unmasking or spec.unmasking,
-        "profile": options.profile or "exact",
-        "approximate": tuple(approximations(dataclasses.asdict(options))),
+        "profile": settled.profile,
+        "settings": str(settled),
+        "approximate": settled.approximate,
     }
-    if options.full_logprobs is None and by_block:
+    if options.full_logprobs is None and settled.by_block:
         options = dataclasses.replace(options, full_logprobs=True)  # few positions at a time: all of them are at hand
     respond = _responder(host.GenerationResponse)
     events = stream_decode(request.model, request.prompt, options, stream=request.stream)
@@ -211,6 +214,7 @@ def _denoise(request: _Request) -> Iterator[Any]:
                     peak_memory=mx.get_peak_memory() / 1e9,
                     finish_reason=reason,
                     forwards=event.nfe,
+                    columns=event.columns,
                     **how,
                 )
     if not count:
@@ -265,12 +269,12 @@ def _print_statistics(response: Any, first: float) -> None:
     print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
     print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
     per_forward = response.generation_tokens / response.forwards
+    forwards = f"{response.forwards} forward{'s' * (response.forwards != 1)}"
     print(
-        f"Diffusion: {response.unmasking}, {response.forwards} forwards, {per_forward:.2f} tokens per forward, "
-        f"first token after {first:.3f} s"
+        f"Diffusion: {response.unmasking}, {forwards}, {per_forward:.2f} tokens per forward, "
+        f"{response.columns} columns computed, first token after {first:.3f} s"
     )
-    inexact = f" (approximate: {', '.join(response.approximate)})" if response.approximate else ""
-    print(f"Profile: {response.profile}{inexact}")
+    print(f"Profile: {response.settings}")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
 
 
