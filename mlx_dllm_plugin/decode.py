@@ -394,7 +394,7 @@ class Row:
         if None not in self.tokens[slice(*self.span)]:
             self.stages.popleft()
             self.step = 0
-            if stage.block is not None:
+            if stage.block is not None and None not in self.tokens[stage.start : stage.end]:
                 yield BlockDone(self.index, *stage.block)
         first, final = self.released, len(slots)
         if self.plan.rule.revise is not None and self.stages:
@@ -573,7 +573,8 @@ def _look(batch: Batch, states: mx.array) -> _Seen:
         tokens, candidates = _choose(batch, adjusted, columns, draws)
         measured = rule.confidence(candidates._replace(memory=memory))
         measures = measured if isinstance(measured, tuple) else (measured,)
-        broken = mx.isnan(logits).any() | ~(logits.max() < mx.inf)
+        best = logits.max(axis=-1)
+        broken = mx.isnan(logits).any() | ~((best < mx.inf) & (best > -mx.inf)).all()
         parts.append((tokens, measures, broken))
     if kept:
         batch.remember(tuple(mx.concatenate(list(m), axis=1) for m in zip(*kept, strict=True)))

@@ -16,6 +16,7 @@ from .errors import DiffusionError
 
 MODES = ("auto", "ar", "diffusion")
 MOST_STEPS = 100_000
+LARGEST = {"int": 10**18, "float": 1e30}  # what float32 and int64 compute with, whatever it means
 
 
 def _option(
@@ -508,6 +509,8 @@ def _checked(option: Field[Any], value: Any) -> Any:
         good = isinstance(value, str) and bool(value) and (not choices or value in choices)
     if not good or (valid is not None and kind in ("int", "float") and not valid(value)):
         raise DiffusionError(_refusal(option, value if kind == "ints" else given))
+    if kind in ("int", "float") and option.name != "seed" and abs(value) > LARGEST[kind]:
+        raise DiffusionError(f"{option.name} {given!r} is too large: give at most {LARGEST[kind]:g}.")
     return value
 
 

@@ -199,9 +199,11 @@ def profiled(spec: DiffusionSpec, options: DecodingOptions) -> DecodingOptions:
     added = {
         name: value for name, value in spec.profiles.get(options.profile, {}).items() if getattr(options, name) is None
     }
+    rule = RULES.get(options.unmasking or added.get("unmasking") or spec.unmasking)
+    if spec.attention == "block_causal" and not (options.sub_block_length or "sub_block_length" in rule.uses):
+        added.pop("cache", None)  # only what is filled in parts is kept in parts
     if (options.cache or added.get("cache")) not in FROZEN:
         added = {name: value for name, value in added.items() if name not in ("vicinity", "refresh_interval")}
-    rule = RULES.get(options.unmasking or added.get("unmasking") or spec.unmasking)
     uses = rule.uses | {
         name for name, field in DecodingOptions.__dataclass_fields__.items() if field.metadata["common"]
     }

@@ -947,3 +947,14 @@ def test_logits_that_are_not_numbers_are_refused(rule: str, where: str) -> None:
     broken.model.wte.weight = embedding
     with pytest.raises(DiffusionError, match="NaN"):
         decode(broken, PROMPT, DecodingOptions(unmasking=rule, max_tokens=4))
+
+
+@pytest.mark.parametrize("rule", ["random", "threshold", "eb", "klass"])
+def test_logits_that_exclude_every_token_are_refused(model: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token 0 would be as good as any, whatever it is."""
+    family = model.diffusion_family
+    head = lambda own, states: mx.full((*family.head(own, states).shape,), -mx.inf)  # noqa: E731
+    monkeypatch.setattr(model, "diffusion_family", replace(family, head=head))
+    with pytest.raises(DiffusionError) as error:
+        decode(model, PROMPT, DecodingOptions(unmasking=rule, max_tokens=4))
+    assert str(error.value).startswith("The model computed logits that are not finite numbers")

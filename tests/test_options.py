@@ -108,6 +108,16 @@ def test_numbers_that_no_computation_survives_are_refused(name: str, value: Any)
         DecodingOptions(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["radius", "kl_history", "block_length", "top_k"])
+def test_integers_that_no_array_holds_are_refused(name: str) -> None:
+    refused(f"{name} {10**30} is too large: give at most 1e+18.", **{name: 10**30})
+
+
+@pytest.mark.parametrize("name", ["credit_weight", "cfg_scale", "factor"])
+def test_numbers_that_float32_makes_infinite_are_refused(name: str) -> None:
+    refused(f"{name} 1e+39 is too large: give at most 1e+30.", **{name: 1e39})
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     options = DecodingOptions(max_tokens=np.int64(3), temp=np.float32(0.5), seed=np.uint8(7))
     assert (options.max_tokens, options.temp, options.seed) == (3, 0.5, 7)

@@ -96,6 +96,16 @@ def test_a_family_may_have_profiles_of_its_own() -> None:
             assert settled.threshold == profiles[profile].get("threshold")
 
 
+def test_a_profile_keeps_in_parts_only_what_is_filled_in_parts() -> None:
+    """Fast-dLLM v2's block cache comes from its profiles, and means nothing to a rule without sub-blocks."""
+    family = FAMILIES.get("fast_dllm_v2")
+    spec = spec_with("block_causal", unmasking="threshold", profiles=family.profiles)
+    for rule, cache in (("klass", "block"), ("low_confidence", "block"), ("eb", "dual"), ("threshold", "dual")):
+        options = DecodingOptions(profile="fast", unmasking=rule)
+        spec = replace(spec, defaults={**spec.defaults, "sub_block_length": 4})
+        assert plan(spec, PROMPT, options).cache == cache
+
+
 def test_only_what_was_measured_has_a_cost() -> None:
     for name in ("balanced", "fast"):
         assert "on the demo checkpoint" in cost(name, BIDIRECTIONAL[name])

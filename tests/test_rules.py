@@ -4,8 +4,9 @@ plain loops and tiny oracles in float64 written here."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,16 @@ import numpy as np
 import pytest
 
 from mlx_dllm_plugin import DecodingOptions, DecodingResult, DiffusionError, decode
+from mlx_dllm_plugin.batch import Batch
 from mlx_dllm_plugin.caches import AttentionPolicy
 from mlx_dllm_plugin.families import a2d
-from mlx_dllm_plugin.samplers import RULES, Candidates
+from mlx_dllm_plugin.options import table
+from mlx_dllm_plugin.plan import plan, profiled
+from mlx_dllm_plugin.samplers import RULES, Candidates, Ranking, Rule
 from mlx_dllm_plugin.spec import DiffusionSpec
 from tests.models import CONTEXT, EOS, MASK, VOCAB, stock_model
 from tests.test_decode import chi_square
+from tests.test_samplers import PICKS
 
 KINDS: dict[str, dict[str, Any]] = {
     "bidirectional in_place": {},
@@ -90,7 +95,7 @@ def scripted(logits: Any, kind: str = "bidirectional in_place", **changes: Any) 
 
     changes = {"vocab_size": table.shape[-1], "context_length": None, "eos_token_ids": (), **changes}
     return SimpleNamespace(
-        layers=[],
+        layers=[None],
         diffusion_spec=spec_of_kind(kind, **{"mask_token_id": table.shape[-1] - 1, **changes}),
         diffusion_family=a2d.family("scripted", hidden=hidden, head=lambda model, states: states),
     )
@@ -108,11 +113,12 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return exponent / exponent.sum(-1, keepdims=True)
 
 
-def dream_oracle(masks: int, steps: int, block: int) -> list[int]:
-    """Dream's loop over its times, whose numbers are float32: int(n * (1 - s / t)), in the last step all."""
-    times = [np.float32(1 + (1e-3 - 1) * i / steps) for i in range(steps + 1)]
-    counts = []
-    for i in range(steps):
+def dream_oracle(masks: int, steps: int, block: int, taken: int = 0, eps: float = 1e-3) -> list[int]:
+    """Dream's loop over its times, whose numbers are float32: int(n * (1 - s / t)), in the last step all. Of the steps
+    the first ones may have gone before."""
+    times = [np.float32(1 + (eps - 1) * i / steps) for i in range(steps + 1)]
+    counts: list[int] = []
+    for i in range(taken, steps):
         n = np.float32(masks - sum(counts))
         counts.append(int(n * (1 - times[i + 1] / times[i])) if i < steps - 1 else int(n))
     return counts
@@ -196,9 +202,28 @@ def bounded(bound: float) -> Callable[[list[float], float], int]:
     return select
 
 
+def even_and_then_one(masks: int, steps: int, block: int) -> list[int]:
+    """LLaDA's schedule, and more steps of one, for a rule that may stay behind it."""
+    return [*[number for number in llada_oracle(masks, steps, block) if number], *[1] * masks]
+
+
+def entropy_in_nats(logits: np.ndarray) -> float:
+    return -sdar_entropy(logits, 0, 0)
+
+
+def logit_gap(logits: np.ndarray) -> float:
+    best, second = sorted(logits, reverse=True)[:2]
+    return best - second
+
+
+def prefers_the_mask(logits: np.ndarray) -> float:
+    return float(logits.argmax() == MASK)
+
+
 @dataclass(frozen=True)
 class Oracle:
-    """A rule in plain Python, and the options it is tested with."""
+    """A rule in plain Python, and the options it is tested with. With ``pick`` that says which positions are committed,
+    by their confidences and the ``second`` measure of their logits."""
 
     confidence: Callable[[np.ndarray, int, int], float]
     schedule: Callable[[int, int, int], list[int]] | None = None
@@ -206,6 +231,15 @@ class Oracle:
     filters: tuple[str, ...] = ()
     steps_round_up: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    pick: str | None = None
+    second: Callable[[np.ndarray], float] | None = None
+
+    def picker(self, masks: int, steps: int) -> Callable[..., set[int]] | None:
+        """What decides in one stage."""
+        if self.pick is None:
+            return None
+        values = {**RULES.get(self.pick).defaults, **self.options}
+        return PICKS[self.pick](values, llada_oracle(masks, steps, 0))
 
 
 ORACLES: dict[str, tuple[str, Oracle]] = {
@@ -239,6 +273,25 @@ ORACLES: dict[str, tuple[str, Oracle]] = {
     ),
     "threshold": ("threshold", Oracle(probability, None, above(0.2), options={"threshold": 0.2})),
     "low_confidence": ("low_confidence", Oracle(probability, llada_oracle)),
+}
+
+
+def picked(rule: str, second: Callable[[np.ndarray], float] | None = None, **options: Any) -> tuple[str, Oracle]:
+    """A rule that PICKS has, with options at which these models commit some positions together and some not."""
+    scheduled = {"confidence_threshold": even_and_then_one, "prophet": llada_oracle}.get(rule)
+    filters = DREAM if rule == "confidence_threshold" else ()
+    return rule, Oracle(probability, scheduled, filters=filters, options=options, pick=rule, second=second)
+
+
+ORACLES |= {
+    "confidence_threshold": picked("confidence_threshold", threshold=0.2),
+    "factor": picked("factor", factor=2.5),
+    "fast_dllm_factor": picked("fast_dllm_factor", factor=2.5),
+    "eb": picked("eb", entropy_in_nats, entropy_bound=5.5),
+    "dinfer_threshold": picked("dinfer_threshold", prefers_the_mask, threshold=0.2),
+    "hierarchy": picked("hierarchy", threshold=0.25, low_threshold=0.1),
+    "prophet": picked("prophet", logit_gap, gap=1.2),
+    "local_leap": picked("local_leap", threshold=0.25, relaxed_threshold=0.15, radius=1),
 }
 
 
@@ -320,7 +373,7 @@ def plain(
     canvas, masked = [*prompt, *[MASK] * (width - start)], set(range(start, width))
     result = Plain(canvas)
 
-    def commit(free: list[int], visible: int, number: float) -> list[int]:
+    def commit(free: list[int], visible: int, number: float, pick: Callable[..., set[int]] | None) -> list[int]:
         logits = predictions(model, canvas[:visible], length, origin)
         if cfg:
             hidden = [MASK if i < start and t not in keep_tokens else t for i, t in enumerate(canvas[:visible])]
@@ -336,7 +389,10 @@ def plain(
         logits[:, list(late)] = -INF
         confidence = {i: oracle.confidence(logits[i], scored[i], i) for i in free}
         order = sorted(free, key=lambda i: (-confidence[i], i))
-        chosen = sorted(order[: oracle.select([confidence[i] for i in order], number)])
+        if pick is not None:
+            chosen = sorted(pick(confidence, {i: oracle.second(logits[i]) if oracle.second else 0.0 for i in free}))
+        else:
+            chosen = sorted(order[: oracle.select([confidence[i] for i in order], number)])
         tokens = allowed.argmax(-1)[chosen].tolist()
         for i, token in zip(chosen, tokens, strict=True):
             canvas[i] = token
@@ -358,16 +414,17 @@ def plain(
         for c in range(a, b, sub_block or length):
             free = sorted(masked & set(range(c, min(c + (sub_block or length), b))))
             if sub_block and spec.logits == "shifted" and free[:1] == [a]:
-                commit([a], a, 1)
+                commit([a], a, 1, oracle.picker(1, 1))
                 free = free[1:]
             if not free:
                 continue
             numbers = oracle.schedule(len(free), own, length) if oracle.schedule else [1] * len(free)
+            pick = oracle.picker(len(free), own)
             for n in numbers:
                 if not n:
                     result.empty += 1
                 elif free:
-                    done = commit(free, b if causal else width, n)
+                    done = commit(free, b if causal else width, n, pick)
                     free = [i for i in free if i not in done]
     return result
 
@@ -396,6 +453,24 @@ def test_dreams_schedule_equals_its_loop(rule: str) -> None:
     for masks in range(1, 49):
         for steps in range(1, 49):
             assert schedule_of(rule, masks, steps) == dream_oracle(masks, steps, masks), (masks, steps)
+
+
+@pytest.mark.parametrize("rule", ["maskgit_plus", "origin"])
+def test_steps_that_are_taken_leave_the_rest_of_the_schedule(rule: str) -> None:
+    """The first step of a block may have committed one token already (first_token stale): the times are those of all
+    steps, the masks those that are left."""
+    for masks in (1, 2, 7, 20, 48):
+        for steps in (1, 2, 3, 8, 21, 60):
+            for taken, eps in ((1, 1e-3), (1, 0.4), (2, 1e-3)):
+                found = schedule_of(rule, masks, steps, taken=taken, eps=eps)
+                assert len(found) == steps
+                if rule == "origin":
+                    assert found == schedule_of(rule, masks, steps + taken, eps=eps)[taken:]
+                else:
+                    expected = dream_oracle(masks, steps + taken, masks, taken, eps)
+                    assert found == expected, (masks, steps, taken)
+    assert schedule_of("maskgit_plus", 20, 3, taken=1, eps=0.4) == [3, 3, 14]
+    assert schedule_of("maskgit_plus", 20, 3, eps=0.4) == [3, 4, 13]
 
 
 def test_dreams_schedule_has_the_steps_for_nothing_that_dream_has() -> None:
@@ -449,7 +524,12 @@ def test_sdars_schedule_is_that_of_a_whole_block_clipped_to_the_masks(rule: str)
     assert schedule_of(rule, 3, 2, block=4) == [2, 1] and schedule_of(rule, 2, 2, block=4) == [2, 0]
 
 
-@pytest.mark.parametrize("rule", [rule.name for rule in RULES.builtin() if rule.schedule and rule.name != "origin"])
+def counts_masks(rule: Rule) -> bool:
+    """The numbers of its schedule are commits, and not whatever its selection makes of them."""
+    return rule.schedule is not None and rule.name not in ("origin", "confidence_threshold")
+
+
+@pytest.mark.parametrize("rule", [rule.name for rule in RULES.builtin() if counts_masks(rule)])
 def test_every_schedule_commits_every_mask_once(rule: str) -> None:
     for masks, steps in ((1, 1), (1, 9), (7, 3), (64, 64), (100, 7), (7, 100), (513, 64), (64, 513)):
         for block in (masks, masks + 5):
@@ -494,28 +574,43 @@ def random_logits(shape: tuple[int, ...], seed: int, cut: float = 0.0) -> np.nda
     return logits.astype(np.float32)
 
 
-def candidates(logits: np.ndarray, tokens: np.ndarray, noise: Any = None, **values: float) -> Candidates:
-    rows = logits.shape[0]
-    return Candidates(
-        mx.array(logits),
-        mx.array(tokens),
-        mx.zeros(tokens.shape) if noise is None else mx.array(noise),
-        {"alg_temp": mx.zeros((rows, 1)), **{name: mx.full((rows, 1), value) for name, value in values.items()}},
-    )
+def candidates(logits: np.ndarray, tokens: np.ndarray, mask: int = 0) -> Candidates:
+    zeros = mx.zeros((logits.shape[0], 1))
+    ids = mx.full(zeros.shape, mask, dtype=mx.int32)
+    return Candidates(mx.array(logits), mx.array(tokens), mx.zeros(tokens.shape), {"alg_temp": zeros}, ids)
 
 
-@pytest.mark.parametrize("rule", [name for name in ORACLES if " at " not in name and name != "mdlm cosine"])
+def measures(rule: str, seen: Candidates) -> list[np.ndarray]:
+    measured = RULES.get(rule).confidence(seen)
+    return [np.array(one) for one in (measured if isinstance(measured, tuple) else (measured,))]
+
+
+@pytest.mark.parametrize("rule", sorted({rule for rule, _ in ORACLES.values()} - {"sequential"}))
 @pytest.mark.parametrize("cut", [0.0, 0.6])
 def test_confidences_equal_their_formulas(rule: str, cut: float) -> None:
     logits = random_logits((3, 5, 11), 1, cut)
     tokens = np.random.default_rng(2).integers(0, 11, (3, 5))
-    found = np.array(RULES.get(rule).confidence(candidates(logits, tokens)))
-    confidence = ORACLES[rule][1].confidence
+    found, *others = measures(rule, candidates(logits, tokens, mask=4))
+    confidence, second = ORACLES[rule][1].confidence, ORACLES[rule][1].second
+    assert len(others) == (second is not None)
     expected = [
         [confidence(row.astype(np.float64), token, i) for i, (row, token) in enumerate(zip(*pair, strict=True))]
         for pair in zip(logits, tokens, strict=True)
     ]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    if second is prefers_the_mask:
+        assert (others[0] == (tokens == 4)).all() and others[0].any()
+    elif second is not None:
+        sums = [[second(row.astype(np.float64)) for row in rows] for rows in logits]
+        np.testing.assert_allclose(others[0], sums, rtol=1e-4, atol=1e-6)
+
+
+def test_sequential_ranks_the_leftmost_highest() -> None:
+    rank = RULES.get("sequential").rank
+    assert rank is not None
+    free = mx.array([[True] * 5, [False, True] * 2 + [False]])
+    ranked = rank(Ranking((mx.zeros((2, 5)),), free, mx.full((2, 1), 5), {}))
+    assert ranked.shape == (2, 5) and (np.diff(np.array(ranked), axis=1) < 0).all()
 
 
 def test_one_token_left_is_certain() -> None:
@@ -524,7 +619,9 @@ def test_one_token_left_is_certain() -> None:
     tokens = np.array([[3]])
     certain = {"maskgit_plus": 1, "topk_margin": 1, "entropy": 0, "low_confidence_static": 1, "entropy_bounded": 0}
     for rule, value in certain.items():
-        assert RULES.get(rule).confidence(candidates(logits, tokens)).item() == pytest.approx(value, abs=1e-6)
+        assert measures(rule, candidates(logits, tokens))[0].item() == pytest.approx(value, abs=1e-6)
+    for rule, second in (("eb", 0.0), ("prophet", INF), ("dinfer_threshold", False)):
+        assert [one.item() for one in measures(rule, candidates(logits, tokens))] == [1.0, second]
 
 
 def test_equal_best_tokens_have_no_margin() -> None:
@@ -573,8 +670,14 @@ def test_the_bound_of_entropies_is_not_reached() -> None:
 CASES = [(PROMPT, 11, 11, None), ([MASK, 7, MASK, 20], 11, 4, 5), (PROMPT[:2], 6, 1, 2), ([5] * 9, 9, 30, 6)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ORACLES)
+RUNS = [
+    (name, kind)
+    for name in ORACLES
+    for kind in (KINDS if ORACLES[name][1].pick is None else (*list(KINDS)[:1], CAUSAL[1], CAUSAL[2]))
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), RUNS)
 def test_a_run_equals_a_plain_loop(name: str, kind: str) -> None:
     rule, oracle = ORACLES[name]
     model, scheduled = diffusion_model(kind), oracle.schedule is not None
@@ -595,7 +698,10 @@ def test_a_run_equals_a_plain_loop(name: str, kind: str) -> None:
         check(result, plain(model, prompt, masks, oracle, steps=steps, block=block), prompt, masks)
 
 
-@pytest.mark.parametrize("rule", ["maskgit_plus", "topk_margin", "low_confidence_static", "entropy_bounded"])
+FILTERING = ["maskgit_plus", "topk_margin", "low_confidence_static", "entropy_bounded", "confidence_threshold"]
+
+
+@pytest.mark.parametrize("rule", FILTERING)
 def test_filters_change_confidences_also_of_greedy_runs(rule: str) -> None:
     model, (_, oracle) = diffusion_model("bidirectional in_place"), ORACLES[rule]
     steps = 6 if oracle.schedule else None
@@ -640,6 +746,17 @@ def plain_of_given(model: Any, prompt: list[int], masks: int, given: list[tuple[
     return commits
 
 
+@pytest.mark.parametrize("kind", CAUSAL[:2])
+@pytest.mark.parametrize("name", ["factor", "eb", "dinfer_threshold", "hierarchy", "local_leap"])
+def test_other_rules_in_sub_blocks_equal_a_plain_loop(name: str, kind: str) -> None:
+    model, (rule, oracle) = diffusion_model(kind), ORACLES[name]
+    options = DecodingOptions(unmasking=rule, max_tokens=11, stop_at_eos=False, **oracle.options)
+    for block, sub_block in ((6, 3), (8, 4)):
+        expected = plain(model, PROMPT, 11, oracle, block=block, sub_block=sub_block)
+        result = decode(model, PROMPT, replace(options, block_length=block, sub_block_length=sub_block))
+        check(result, expected, PROMPT, 11)
+
+
 @pytest.mark.parametrize("kind", CAUSAL)
 @pytest.mark.parametrize(("block", "sub_block"), [(4, 2), (6, 3), (6, 2), (4, 1), (4, 4)])
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 2.0])
@@ -654,7 +771,7 @@ def test_a_threshold_in_sub_blocks_equals_a_plain_loop(kind: str, block: int, su
         sub_block_length=sub_block,
         stop_at_eos=False,
     )
-    for prompt in (PROMPT, [7], [3] * 12):
+    for prompt in (PROMPT, [3] * 12):
         expected = plain(model, prompt, 11, oracle, block=block, sub_block=sub_block)
         check(decode(model, prompt, options), expected, prompt, 11)
 
@@ -697,7 +814,10 @@ FILTERS: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "order"), [("maskgit_plus", DREAM), ("low_confidence_static", SDAR), ("mdlm", ())])
+@pytest.mark.parametrize(
+    ("rule", "order"),
+    [("maskgit_plus", DREAM), ("confidence_threshold", DREAM), ("low_confidence_static", SDAR), ("mdlm", ())],
+)
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_filters_equal_numpys(
     seen: Callable[[str], list[Candidates]], rule: str, order: tuple[str, ...], filters: dict[str, Any]
@@ -727,7 +847,9 @@ def test_filters_equal_numpys(
             assert token == all_but_the_mask.argmax()
 
 
-@pytest.mark.parametrize(("rule", "kept"), [("maskgit_plus", [0, 1]), ("low_confidence_static", [0])])
+@pytest.mark.parametrize(
+    ("rule", "kept"), [("maskgit_plus", [0, 1]), ("confidence_threshold", [0, 1]), ("low_confidence_static", [0])]
+)
 def test_the_order_of_top_k_and_top_p_is_the_rules(
     seen: Callable[[str], list[Candidates]], rule: str, kept: list[int]
 ) -> None:
@@ -1123,3 +1245,281 @@ def test_zero_of_an_option_is_a_value_and_not_its_absence() -> None:
     assert commits(unmasking="entropy_bounded", entropy_bound=0) == [1] * 8
     assert commits(unmasking="maskgit_plus", eps=0, max_denoising_steps=2) == [4, 4]
     assert commits(unmasking="maskgit_plus", max_denoising_steps=2) == [3, 5]
+
+
+# All rules: that they end, what they are given, and what they take by themselves.
+
+EVERY = [rule.name for rule in RULES.builtin()]
+
+
+@pytest.mark.parametrize("kind", ["bidirectional in_place", "block_causal shifted"])
+@pytest.mark.parametrize("rule", EVERY)
+def test_every_rule_ends_without_a_mask_after_at_most_as_many_forwards(rule: str, kind: str) -> None:
+    if rule == "wino" and kind != ANY:
+        return
+    model = diffusion_model(kind)
+    options = [
+        DecodingOptions(unmasking=rule, max_tokens=masks, stop_at_eos=False, seed=1, temp=temp)
+        for masks, temp in ((12, 0.0), (4, 0.0), (8, 1.0))
+    ]
+    for own, result in zip(options, decode(model, [PROMPT[:4], PROMPT[:4], [7] * 4], options), strict=True):
+        assert MASK not in result.canvas and len(result.tokens) == own.max_tokens
+        assert rule == "origin" or result.nfe <= len(result.canvas) - 4
+        masked: set[int] = set(range(4, len(result.canvas)))
+        for commit in result.commits:
+            assert not masked & set(commit.masked) and set(commit.positions) <= masked
+            masked = masked - set(commit.positions) | set(commit.masked)
+        assert not masked
+
+
+ONE_BY_ONE: dict[str, dict[str, Any]] = {
+    "threshold": {"threshold": 1.5},
+    "dinfer_threshold": {"threshold": 1.5},
+    "credit": {"threshold": 1.5},
+    "hierarchy": {"threshold": 1.5, "low_threshold": 1.5},
+    "local_leap": {"threshold": 1.5, "relaxed_threshold": 1.5},
+    "klass": {"threshold": 1.5},
+    "wino": {"threshold": 1.5},
+    "confidence_threshold": {"threshold": 1.5},
+    "factor": {"factor": 0.0},
+    "eb": {"entropy_bound": 0.0},
+    "entropy_bounded": {"entropy_bound": 0.0},
+}
+
+
+@pytest.mark.parametrize("rule", ONE_BY_ONE)
+@pytest.mark.parametrize("kind", ["bidirectional in_place", "block_causal in_place"])
+def test_the_strictest_values_are_one_token_a_step(rule: str, kind: str) -> None:
+    """The surest first, as low_confidence has it with as many steps as masks."""
+    if rule == "wino" and kind != ANY:
+        return
+    model = diffusion_model(kind)
+    options = DecodingOptions(unmasking=rule, max_tokens=11, stop_at_eos=False, **ONE_BY_ONE[rule])
+    result = decode(model, PROMPT, options)
+    assert [len(commit.positions) for commit in result.commits] == [1] * result.nfe
+    if rule not in ("credit", "dinfer_threshold", "entropy_bounded"):  # which have an order of their own
+        one = DecodingOptions(unmasking="low_confidence", max_tokens=11, stop_at_eos=False)
+        assert as_lists(result) == as_lists(decode(model, PROMPT, one))
+
+
+def test_the_factor_of_fast_dllms_code_commits_the_last_two_together() -> None:
+    options = DecodingOptions(unmasking="fast_dllm_factor", max_tokens=11, stop_at_eos=False, factor=0.0)
+    sizes = [len(commit.positions) for commit in decode(diffusion_model(ANY), PROMPT, options).commits]
+    assert sizes == [1] * 9 + [2]
+
+
+def test_without_a_divergence_nothing_is_stable() -> None:
+    """Logits that never change diverge by nothing, which is not less than 0, and less than anything else."""
+    for kl, sizes in ((0.0, [1] * 6), (1e-6, [1, 1, 4])):
+        options = DecodingOptions(unmasking="klass", max_tokens=6, kl_threshold=kl, threshold=0.1)
+        result = decode(scripted(random_logits((9,), 3)), [1, 2], options)
+        assert [len(commit.positions) for commit in result.commits] == sizes
+
+
+def test_a_divergence_of_0_is_one_token_a_step_whatever_the_rounding() -> None:
+    """Logits that hardly change: a divergence is never negative, but a sum of roundings may be."""
+    random = np.random.default_rng(0)
+    base = 4 * random.standard_normal((1, 40, 64))
+    tables = mx.array((base + 1e-6 * random.standard_normal((40, 40, 64))).astype(np.float32))
+
+    def hidden(_: Any, ids: mx.array, cache: list[Any]) -> mx.array:
+        return tables[(ids == 63).sum(axis=1)]
+
+    model = scripted(np.zeros(64))
+    model.diffusion_family = a2d.family("scripted", hidden=hidden, head=lambda model, states: states)
+    options = DecodingOptions(unmasking="klass", max_tokens=38, kl_threshold=0.0, kl_history=1, threshold=0.0)
+    result = decode(model, [1, 2], options)
+    assert [len(commit.positions) for commit in result.commits] == [1] * 38
+
+
+def test_a_bound_of_0_commits_together_what_has_no_entropy() -> None:
+    """Entropies in float32: all of three positions is on one token, the others are unsure."""
+    logits = np.zeros((9, 6))
+    logits[[3, 5, 6], 2] = 200.0
+    logits[[4, 7, 8], 1] = [3.0, 2.0, 1.0]
+    options = DecodingOptions(unmasking="eb", max_tokens=6, entropy_bound=0.0)
+    result = decode(scripted(logits), [1, 2, 3], options)
+    assert [commit.positions for commit in result.commits] == [(3, 4, 5, 6), (7,), (8,)]
+
+
+@pytest.mark.parametrize("rule", ["dinfer_threshold", "credit"])
+def test_positions_where_the_model_prefers_the_mask_come_last(rule: str) -> None:
+    """However sure of the mask it is; then the surest of it first, each with the best other token."""
+    logits = np.zeros((9, 6))
+    logits[[2, 4, 6], 5] = [9.0, 8.0, 7.0]
+    logits[[2, 4, 6], 3] = 5.0
+    logits[[3, 5, 7, 8], [0, 1, 2, 1]] = [0.5, 0.4, 0.3, 0.2]
+    result = decode(scripted(logits), [1, 2], DecodingOptions(unmasking=rule, max_tokens=7, threshold=0.9))
+    assert [commit.positions for commit in result.commits] == [(3,), (5,), (7,), (8,), (2,), (4,), (6,)]
+    assert result.tokens == [3, 0, 3, 1, 3, 2, 1]
+    threshold = decode(scripted(logits), [1, 2], DecodingOptions(unmasking="threshold", max_tokens=7, threshold=0.9))
+    assert threshold.commits[0].positions == (2, 4), "what a rule that does not ask would commit first"
+
+
+def test_a_model_may_keep_its_layers_to_itself() -> None:
+    """Whoever makes no use of caches need not say how many there are."""
+    model = scripted(random_logits((9,), 0))
+    result = decode(model, [1, 2], DecodingOptions(max_tokens=4))
+    for layers in ({}, {"layers": []}):
+        own = {name: value for name, value in vars(model).items() if name != "layers"}
+        assert decode(SimpleNamespace(**own, **layers), [1, 2], DecodingOptions(max_tokens=4)) == result
+
+
+# Options.
+
+EXAMPLES: dict[str, Any] = {
+    "max_denoising_steps": 8,
+    "block_length": 4,
+    "sub_block_length": 2,
+    "confidence_temperature": 1.0,
+    "threshold": 0.5,
+    "low_threshold": 0.5,
+    "relaxed_threshold": 0.5,
+    "radius": 2,
+    "narrow_out_threshold": 0.5,
+    "factor": 1.0,
+    "kl_threshold": 0.1,
+    "kl_history": 2,
+    "credit_weight": 1.0,
+    "credit_power": 1.0,
+    "credit_decay": 1.0,
+    "gap": 1.0,
+    "entropy_bound": 1.0,
+    "cfg_scale": 0.0,
+    "cfg_keep_tokens": (1,),
+    "eos_flags": "none",
+    "alg_temp": 0.0,
+    "eps": 0.1,
+    "alpha_schedule": "linear",
+    "begin_suppress_tokens": (1,),
+}
+
+
+@pytest.mark.parametrize("rule", EVERY)
+def test_a_rule_takes_the_options_it_uses_and_refuses_the_others(rule: str) -> None:
+    assert EXAMPLES.keys() == {option.name for option in fields(DecodingOptions) if not option.metadata["common"]}
+    for option, value in EXAMPLES.items():
+        options = DecodingOptions(unmasking=rule, max_tokens=8, **{option: value})
+        if option in RULES.get(rule).uses and option != "sub_block_length":
+            plan(spec_of_kind(ANY), PROMPT, options)
+        elif option in RULES.get(rule).uses:
+            plan(spec_of_kind(CAUSAL[0]), PROMPT, options)
+        else:
+            with pytest.raises(DiffusionError) as error:
+                plan(spec_of_kind(ANY), PROMPT, options)
+            assert str(error.value) == unused(rule, option)
+
+
+def test_rules_use_options_that_exist_and_have_defaults_of_what_they_use() -> None:
+    for rule in RULES.builtin():
+        assert rule.uses <= EXAMPLES.keys()
+        assert rule.name == "origin" or rule.defaults.keys() <= rule.uses
+        for option, value in rule.defaults.items():
+            assert getattr(DecodingOptions(**{option: value}), option) == value
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "threshold": {"threshold": 0.9},
+    "confidence_threshold": {"threshold": 0.9},
+    "factor": {"factor": 1.0},
+    "fast_dllm_factor": {"factor": 1.0},
+    "eb": {"entropy_bound": 0.1},
+    "klass": {"threshold": 0.9, "kl_threshold": 0.01, "kl_history": 2},
+    "dinfer_threshold": {"threshold": 0.9},
+    "hierarchy": {"threshold": 0.9, "low_threshold": 0.4},
+    "credit": {"threshold": 0.9, "credit_weight": 0.7, "credit_power": 0.2, "credit_decay": 0.8},
+    "wino": {"threshold": 0.6, "narrow_out_threshold": 0.9},
+    "prophet": {"gap": 7.5},
+    "local_leap": {"threshold": 0.9, "relaxed_threshold": 0.75, "radius": 4},
+}
+
+
+@pytest.mark.parametrize("rule", DEFAULTS)
+def test_defaults_are_those_of_the_papers(rule: str) -> None:
+    """And of the code where that has others; also of a checkpoint whose family has values for its own rule."""
+    assert dict(RULES.get(rule).defaults) == DEFAULTS[rule]
+    other = {option: 0.123 for option in DEFAULTS[rule]}
+    spec = spec_of_kind(ANY, defaults={"max_tokens": 8, **other})
+    options = DecodingOptions(unmasking=rule)
+    assert {name: plan(spec, PROMPT, options).values[name] for name in other} == DEFAULTS[rule]
+    own = replace(spec, unmasking=rule)
+    assert {name: plan(own, PROMPT, DecodingOptions()).values[name] for name in other} == other
+    said = replace(options, **{name: EXAMPLES[name] for name in other})
+    for spec_of_rule in (spec, own):
+        assert {n: plan(spec_of_rule, PROMPT, said).values[n] for n in other} == {n: EXAMPLES[n] for n in other}
+
+
+def test_defaults_of_what_the_rule_has_no_own_are_the_familys() -> None:
+    spec = spec_of_kind(ANY, defaults={"max_tokens": 8, "block_length": 2, "threshold": 0.3})
+    result = plan(spec, PROMPT, DecodingOptions(unmasking="hierarchy"))
+    assert len(result.stages) == 4 and result.values["threshold"] == 0.9
+
+
+def shown(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+OF_RULES = {option for rule in RULES.builtin() for option in rule.defaults}
+NAMED = [option for option in table() if "(default: " in option.metadata["help"] and option.name in OF_RULES]
+
+
+@pytest.mark.parametrize("option", NAMED, ids=lambda option: option.name)
+def test_defaults_that_the_help_names_are_those_of_every_rule(option: Any) -> None:
+    """``default: a; for some rule b`` names all exceptions."""
+    general, *others = re.findall(r"\(default: ([^)]*)\)", option.metadata["help"])[0].split("; ")
+    exceptions: dict[str, str] = {}
+    for other in others:
+        words = re.fullmatch(r"for (.+) ([^ ]+)", other)
+        assert words is not None, other
+        exceptions |= {rule: words[2] for rule in re.split(r", | and ", words[1])}
+    users = {rule.name: shown(rule.defaults[option.name]) for rule in RULES.builtin() if option.name in rule.defaults}
+    assert exceptions.keys() <= users.keys()
+    assert {rule: exceptions.get(rule, general) for rule in users} == users
+
+
+def test_a_profile_adds_what_the_rule_in_force_uses() -> None:
+    fast = {"unmasking": "hierarchy", "low_threshold": 0.3, "threshold": 0.8, "cache": "dual", "gap": 1.0}
+    spec = spec_of_kind(ANY, profiles={"fast": fast})
+    taken = profiled(spec, DecodingOptions(profile="fast"))
+    assert (taken.unmasking, taken.low_threshold, taken.threshold, taken.cache) == ("hierarchy", 0.3, 0.8, "dual")
+    assert taken.gap is None
+    said = profiled(spec, DecodingOptions(profile="fast", unmasking="threshold", cache="none"))
+    assert (said.unmasking, said.low_threshold, said.threshold, said.cache) == ("threshold", None, 0.8, "none")
+    for nothing in (DecodingOptions(), DecodingOptions(profile="exact"), DecodingOptions(threshold=0.5)):
+        assert profiled(spec, nothing) == nothing
+
+
+# Draws: of rules that remember, of one that revises, and of one that draws positions too.
+
+
+@pytest.mark.parametrize(
+    ("rule", "own"),
+    [
+        ("klass", {"threshold": 0.05, "kl_threshold": 2.0, "kl_history": 1}),
+        ("credit", {"threshold": 0.1}),
+        ("wino", {"threshold": 0.1}),
+        ("maskgit_plus", {"alg_temp": 0.5, "max_denoising_steps": 5}),
+    ],
+)
+def test_a_seed_draws_the_same_text_in_any_batch_and_any_chunks(
+    rule: str, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 2 and 5 columns; rows that are longer, shorter, finished sooner, and with other values."""
+    model = diffusion_model(ANY)
+    options = DecodingOptions(unmasking=rule, max_tokens=9, temp=0.8, seed=5, stop_at_eos=False, **own)
+    alone = decode(model, PROMPT, options)
+    again = decode(model, PROMPT, replace(options, seed=6))
+    assert alone.tokens != again.tokens and alone.nfe < 9
+    rows = [([3] * 9, replace(options, seed=1)), (PROMPT, options), ([8], replace(options, max_tokens=3))]
+    strict = next(iter(own))
+    rows += [(PROMPT[:2], replace(options, seed=2, **{strict: 0.9}))]
+    for columns in (None, 2, 5):
+        if columns is not None:
+            monkeypatch.setattr(Batch, "LOGITS", columns * VOCAB)
+        assert as_lists(decode(model, PROMPT, options)) == as_lists(alone)
+        for turn in (0, 2):
+            turned = [*rows[turn:], *rows[:turn]]
+            results = decode(model, [prompt for prompt, _ in turned], [given for _, given in turned])
+            for (_, given), result in zip(turned, results, strict=True):
+                if given is options:
+                    assert as_lists(result) == as_lists(alone) and result.nfe == alone.nfe
