@@ -95,11 +95,11 @@ class Batch(ABC):
         stage = self.rows[i].stages[0]
         return np.flatnonzero((self.slot[i] >= stage.start) & (self.slot[i] < stage.end))
 
-    def spread(self, parts: list[mx.array], columns: slice = slice(None)) -> mx.array:
+    def spread(self, parts: list[mx.array]) -> mx.array:
         """Per row a value for each slot of its stage [n, ...] -> per column [B, W, ...]; anything in the others."""
         return mx.stack(
             [
-                part[mx.array(np.clip(slot[columns] - row.stages[0].start, 0, len(part) - 1))]
+                part[mx.array(np.clip(slot - row.stages[0].start, 0, len(part) - 1))]
                 for row, part, slot in zip(self.rows, parts, self.slot, strict=True)
             ]
         )
