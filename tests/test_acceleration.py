@@ -1010,7 +1010,7 @@ def test_a_head_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch, rule:
     """Neighbours, what is remembered, draws and shadows do not end where a chunk does."""
     for kept in (None, "dual") if rule in ("klass", "credit", "wino") else (None,):
         values = {"unmasking": rule, "temp": temp, "cache": kept, "stop_at_eos": False, **CHUNKED[rule]}
-        options = [DecodingOptions(max_tokens=20, seed=seed, full_logprobs=True, **values) for seed in (5, 6)]
+        options = [DecodingOptions(max_tokens=n, seed=n, full_logprobs=True, **values) for n in (20, 13)]
         if "cfg_scale" in values:
             options[1] = replace(options[1], cfg_scale=1.1)
         jobs = [TEXT[:5], TEXT[2:13]]
@@ -1038,7 +1038,9 @@ def test_a_head_in_chunks_changes_nothing_in_blocks(monkeypatch: pytest.MonkeyPa
             close(one, other)
 
 
-def test_a_logit_that_is_no_number_shows_in_any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", ["threshold", "random"])
+def test_a_logit_that_is_no_number_shows_in_any_chunk(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """Also where no confidence is made of it."""
     monkeypatch.setattr(Batch, "LOGITS", 3 * VOCAB)
     for column in (0, 4, 13):
         model = model_of("gpt2")
@@ -1052,7 +1054,7 @@ def test_a_logit_that_is_no_number_shows_in_any_chunk(monkeypatch: pytest.Monkey
 
         model.diffusion_family = replace(model.diffusion_family, hidden=broken)
         with pytest.raises(DiffusionError, match="not finite numbers"):
-            decode(model, PROMPT, DecodingOptions(max_tokens=14, threshold=0.3))
+            decode(model, PROMPT, DecodingOptions(unmasking=rule, max_tokens=14))
 
 
 def peak(model: Any, prompt: list[int], options: DecodingOptions) -> int:

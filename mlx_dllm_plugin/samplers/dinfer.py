@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from . import Candidates, Memory, Ranking, Rule
 from .low_confidence import GUIDED, token_probability
-from .marks import MARK, count_marked, marked
+from .marks import count_marked, marked
 
 NEAR = 1e-5
 
@@ -20,13 +20,13 @@ def probability_and_mask(candidates: Candidates) -> tuple[mx.array, mx.array]:
 
 
 def nearly_best(ranking: Ranking) -> mx.array:
-    """Marks what reaches the threshold, or the best confidence less 1e-5 if that is lower. Positions where the model
-    prefers the mask come last."""
+    """Marks what reaches the threshold, or the best confidence less 1e-5 if that is lower, but for positions where the
+    model prefers the mask: those are committed when there are no others."""
     confidence, prefers_mask = ranking.measures
     able = ranking.free & ~prefers_mask
     best = mx.where(able, confidence, -mx.inf).max(axis=1, keepdims=True)
     sure = able & (confidence >= mx.minimum(ranking.values["threshold"], best - NEAR))
-    return marked(sure, mx.where(prefers_mask, confidence - MARK, confidence))
+    return marked(sure, confidence)
 
 
 def best_of_runs(ranking: Ranking) -> mx.array:
