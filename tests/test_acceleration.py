@@ -404,7 +404,8 @@ def plain_loop(
             else:
                 logits = slow.logits(found.canvas, window)
             if options.cfg_scale:
-                given = [MASK if p not in set(slots) else token for p, token in enumerate(found.canvas)]
+                shown_too = {*slots, *(p for p, token in enumerate(canvas) if token in (options.cfg_keep_tokens or ()))}
+                given = [token if p in shown_too else MASK for p, token in enumerate(found.canvas)]
                 unguided = without.logits(given, window)
                 logits = unguided + (options.cfg_scale + 1) * (logits - unguided)
             free = sorted(masked & set(block))
@@ -501,9 +502,11 @@ UNCHANGED: dict[str, dict[str, Any]] = {
     "origin": {"max_denoising_steps": 11, "seed": 3},
 }
 JOBS = [
-    *((kind, "threshold", kept) for kind in KINDS for kept in CACHES),
-    *(("llada", rule, "prefix") for rule in UNCHANGED if rule != "threshold"),
-    *(("dream", rule, "dual") for rule in UNCHANGED if rule != "threshold"),
+    *((kind, "threshold", kept) for kind in ("gpt2", "llada", "dream") for kept in CACHES),
+    *((kind, "threshold", "dual") for kind in ("gemma2", "modernbert")),
+    *((kind, "threshold", "prefix") for kind in ("qwen2", "gpt2 shifted")),
+    *(("llada", rule, "prefix") for rule in ("factor", "hierarchy", "credit", "prophet")),
+    *(("dream", rule, "dual") for rule in ("eb", "local_leap", "credit", "low_confidence", "origin")),
     *((kind, "wino", kept) for kind in ("gpt2", "gemma2") for kept in CACHES),
     *((kind, "guided", kept) for kind, kept in zip(("gpt2", "gpt2 shifted", "gemma2"), CACHES * 2, strict=False)),
 ]
@@ -594,18 +597,23 @@ def test_decoding_equals_a_plain_loop_with_frozen_keys_and_values(
     kind: str, kept: str | None, scale: float | None
 ) -> None:
     options = DecodingOptions(cache=kept, cfg_scale=scale, threshold=threshold_of(kind, scale), **SOME)
+    if scale:
+        options = replace(options, cfg_keep_tokens=tuple(PROMPT[2:4]))
     results = [same_as_plain(kind, PROMPT, options)]
     if kept is None:
         same_as_plain(kind, TEXT[3:8], replace(options, threshold=2.0))
         return
-    for more in ({"refresh_interval": 2}, {"refresh_interval": 4, "vicinity": 2}, {"vicinity": 3}):
+    each = ({"refresh_interval": 2}, {"refresh_interval": 4, "vicinity": 2}, {"vicinity": 3})
+    for more in each if kind in ("gpt2", "dream") and not scale else each[1:2]:
         results.append(same_as_plain(kind, PROMPT, replace(options, **more)))
-    assert len({(result.nfe, result.columns) for result in results}) == 4
-    assert any(shown(results[0]) != shown(other) for other in results[1:])
+    assert len({(result.nfe, result.columns) for result in results}) == len(results)
+    assert any(results[0].logprobs != other.logprobs for other in results[1:])
 
 
-@pytest.mark.parametrize("kept", CACHES)
-@pytest.mark.parametrize("kind", [name for name in BIDIRECTIONAL if name not in KINDS])
+OTHERS = [name for name in BIDIRECTIONAL if name not in KINDS]
+
+
+@pytest.mark.parametrize(("kind", "kept"), list(zip(OTHERS, CACHES * len(OTHERS), strict=False)))
 def test_every_family_keeps_the_keys_and_values_of_its_layers_apart(kind: str, kept: str) -> None:
     """And its rows: whatever its model does with the caches it is given."""
     model, options = model_of(kind), DecodingOptions(cache=kept, threshold=0.4, **SOME)
@@ -658,7 +666,7 @@ def test_a_stale_first_token_is_the_first_step_of_the_blocks_schedule(kept: str)
 # 4: batches.
 
 PROMPTS = [TEXT[:5], TEXT[2:13], TEXT[7:10], TEXT[1:9]]
-LENGTHS = (16, 9, 20, 12)
+LENGTHS = (14, 9, 17, 11)
 BATCHES: dict[str, dict[str, Any]] = {
     "none": {},
     "prefix": {"cache": "prefix"},
@@ -684,8 +692,13 @@ def rows_of(kind: str, case: str, **changes: Any) -> list[DecodingOptions]:
     ]
 
 
-@pytest.mark.parametrize("case", BATCHES)
-@pytest.mark.parametrize("kind", ["gpt2", "dream"])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        *(("gpt2", case) for case in BATCHES),
+        *(("dream", case) for case in ("prefix", "dual, refreshed", "dual, vicinity", "dual, klass", "none, credit")),
+    ],
+)
 def test_a_row_of_a_cached_batch_equals_the_row_alone(kind: str, case: str) -> None:
     """Rows of unequal length stand at different blocks, need different columns and leave at different times."""
     model = model_of(kind)
@@ -694,7 +707,7 @@ def test_a_row_of_a_cached_batch_equals_the_row_alone(kind: str, case: str) -> N
 
 
 @pytest.mark.parametrize("case", ["prefix", "dual", "dual, all of it", "none"])
-@pytest.mark.parametrize("kind", ["llada", "modernbert", "gpt2 shifted", "gemma2"])
+@pytest.mark.parametrize("kind", ["llada", "modernbert", "gemma2"])
 def test_rows_of_other_families_do_not_meet_either(kind: str, case: str) -> None:
     same_as_alone(model_of(kind), PROMPTS, rows_of(kind, case))
 
@@ -703,7 +716,8 @@ def test_rows_of_other_families_do_not_meet_either(kind: str, case: str) -> None
 def test_rows_may_have_caches_of_their_own_shape(kept: str) -> None:
     """Other blocks, other intervals, other vicinities, fresh and stale first tokens, ends of sequences."""
     model = model_of("dream")
-    tokens = decode(model, PROMPTS[0], DecodingOptions(max_tokens=16, cache=kept, threshold=0.3, block_length=4)).tokens
+    first = DecodingOptions(max_tokens=LENGTHS[0], threshold=0.3, block_length=4, cache=kept, stop_at_eos=False)
+    tokens = decode(model, PROMPTS[0], first).tokens
     own: list[dict[str, Any]] = [
         {"block_length": 4, "eos_token_ids": (tokens[6],)},
         {"block_length": 3, "refresh_interval": 2, "first_token": "stale", "stop_at_eos": False},
@@ -725,12 +739,12 @@ def test_rows_with_blocks_of_unequal_length_remember_their_own(case: str) -> Non
     options = [
         replace(own, block_length=length) for own, length in zip(rows_of("llada", case), (4, 9, 3, 8), strict=True)
     ]
-    for order in ([0, 1, 2, 3], [2, 3], [1, 0, 3]):
+    for order in ([0, 1, 2, 3], [1, 3]):
         same_as_alone(model_of("llada"), [PROMPTS[i] for i in order], [options[i] for i in order])
 
 
 @pytest.mark.parametrize("case", ["prefix", "dual, vicinity", "none"])
-@pytest.mark.parametrize("kind", ["gpt2", "gpt2 shifted", "gemma2"])
+@pytest.mark.parametrize("kind", ["gpt2 shifted", "gemma2"])
 @pytest.mark.parametrize("scales", [(1.2, 0.0, 0.5, 0.0), (0.0, 1.5, 0.0, 3.0)])
 def test_guided_rows_of_a_cached_batch(kind: str, case: str, scales: tuple[float, ...]) -> None:
     """The copies that guidance needs go when its last row has left, with the keys and values of theirs."""
@@ -742,7 +756,7 @@ def test_guided_rows_of_a_cached_batch(kind: str, case: str, scales: tuple[float
 
 
 @pytest.mark.parametrize("kept", [*CACHES, None])
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 def test_gemma2_with_as_many_rows_as_key_value_heads(rows: int, kept: str | None) -> None:
     """There a mask of rank 4 would broadcast over the wrong axis without an error; guidance doubles the rows."""
     for guided in (False, True):
@@ -765,15 +779,6 @@ WINO = {"unmasking": "wino", "threshold": 0.2, "narrow_out_threshold": 0.5, "blo
 
 @pytest.mark.parametrize("kept", [*CACHES, None])
 @pytest.mark.parametrize("kind", ["gpt2", "llada", "gemma2"])
-def test_wino_rows_of_one_shape_do_not_meet(kind: str, kept: str | None) -> None:
-    """Prompts of unequal length, equal outputs: the blocks of all rows are the same columns of the batch."""
-    options = [DecodingOptions(max_tokens=16, cache=kept, **{**WINO, "threshold": t}) for t in (0.2, 0.0, 0.3)]
-    results = same_as_alone(model_of(kind), [PROMPTS[0], PROMPTS[1], PROMPTS[0]], options[:2] + options[2:])
-    assert any(commit.masked for result in results for commit in result.commits)
-
-
-@pytest.mark.parametrize("kept", [*CACHES, None])
-@pytest.mark.parametrize("kind", ["gpt2", "llada", "gemma2"])
 def test_wino_rows_at_blocks_of_their_own_do_not_meet(kind: str, kept: str | None) -> None:
     """Outputs of unequal length: a row's shadows must not see masks in columns that are no part of its own block."""
     options = [
@@ -785,7 +790,7 @@ def test_wino_rows_at_blocks_of_their_own_do_not_meet(kind: str, kept: str | Non
 
 
 @pytest.mark.parametrize("kept", [*CACHES, None])
-@pytest.mark.parametrize("lengths", [(8, 4), (4, 8), (8, 3)])
+@pytest.mark.parametrize("lengths", [(4, 8), (8, 3)])
 def test_wino_rows_with_blocks_of_unequal_length(kept: str | None, lengths: tuple[int, int]) -> None:
     """A block may be shorter than what a step looks at, and than the columns that a forward computes."""
     options = [
@@ -855,7 +860,7 @@ SHAPES = [
 @pytest.mark.parametrize(("name", "block", "sub"), SHAPES)
 def test_keeping_final_blocks_changes_nothing(name: str, block: int, sub: int | None) -> None:
     model = causal(name, block, sub, logits=OF_FAMILY[name].get("logits", FAMILIES.get(name).logits))
-    for prompt in (TEXT[:3], TEXT[:16], TEXT[2:23]):
+    for prompt in (TEXT[:3], TEXT[2:23]):
         options = causal_options(name)
         every = decode(model, prompt, replace(options, cache="none"))
         kept = decode(model, prompt, replace(options, cache="block"))
@@ -964,6 +969,22 @@ def test_columns_of_shadows_count_too() -> None:
         assert result.columns == 2 * (21 * wide + narrow[kept])
 
 
+@pytest.mark.parametrize("kept", ["none", "dual"])
+def test_what_is_released_says_what_was_computed_so_far(kept: str) -> None:
+    model = model_of("llada")
+    options = DecodingOptions(max_tokens=16, block_length=8, threshold=2.0, cache=kept, stop_at_eos=False)
+    steps, released = 0, []
+    for event in stream_decode(model, TEXT[:5], options):
+        if isinstance(event, Commit):
+            steps += 1
+        elif isinstance(event, Released):
+            released.append(event.columns)
+            assert event.columns == sum(ids.shape[1] for ids in model.seen[:steps]) and event.nfe == steps
+        elif isinstance(event, Finished):
+            assert event.columns == released[-1]
+    assert len(set(released)) > 2
+
+
 def test_columns_of_block_causal_rows() -> None:
     """Prompt of two blocks, output of two: a block's first forward stores the block before."""
     options = DecodingOptions(max_tokens=16, threshold=2.0, stop_at_eos=False, unmasking="threshold")
@@ -1004,13 +1025,15 @@ def heads_of(model: Any) -> list[int]:
     return widths
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.9])
-@pytest.mark.parametrize("rule", CHUNKED)
+DRAWN = [*((rule, 0.0) for rule in CHUNKED), *((rule, 0.9) for rule in ("threshold", "credit", "wino", "maskgit_plus"))]
+
+
+@pytest.mark.parametrize(("rule", "temp"), DRAWN)
 def test_a_head_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch, rule: str, temp: float) -> None:
     """Neighbours, what is remembered, draws and shadows do not end where a chunk does."""
     for kept in (None, "dual") if rule in ("klass", "credit", "wino") else (None,):
         values = {"unmasking": rule, "temp": temp, "cache": kept, "stop_at_eos": False, **CHUNKED[rule]}
-        options = [DecodingOptions(max_tokens=n, seed=n, full_logprobs=True, **values) for n in (20, 13)]
+        options = [DecodingOptions(max_tokens=n, seed=n, full_logprobs=True, **values) for n in (16, 11)]
         if "cfg_scale" in values:
             options[1] = replace(options[1], cfg_scale=1.1)
         jobs = [TEXT[:5], TEXT[2:13]]
@@ -1022,8 +1045,8 @@ def test_a_head_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch, rule:
             widths = heads_of(model)
             for one, other in zip(decode(model, jobs, options), at_once, strict=True):
                 close(one, other)
-            made = widths[: -(-20 // most)]
-            assert len(made) == -(-20 // most) and sum(made) == 20 and max(made) <= most
+            made = widths[: -(-16 // most)]
+            assert sum(made) == 16 and max(made) <= most
 
 
 @pytest.mark.parametrize("name", ["sdar", "fast_dllm_v2"])
@@ -1060,7 +1083,7 @@ def test_a_logit_that_is_no_number_shows_in_any_chunk(monkeypatch: pytest.Monkey
 def peak(model: Any, prompt: list[int], options: DecodingOptions) -> int:
     """Bytes that one forward and commit need. MLX frees behind the computation, so that a single peak may be low."""
     found = []
-    for _ in range(3):
+    for _ in range(2):
         gc.collect()
         mx.synchronize()
         mx.clear_cache()
@@ -1098,7 +1121,7 @@ DOUBTING = [(0.05, 0.5), (0.2, 0.5), (0.1, 0.9), (0.3, 0.3), (0.0, 1.0), (0.6, 0
 @pytest.mark.parametrize("kind", ["gpt2", "llada", "gemma2"])
 def test_wino_releases_each_token_once_and_leaves_fewer_masks_each_time(kind: str, kept: str | None) -> None:
     again = 0
-    for threshold, narrow in DOUBTING:
+    for threshold, narrow in DOUBTING[:3] if kept else DOUBTING:
         values = {"threshold": threshold, "narrow_out_threshold": narrow, "block_length": 8, "stop_at_eos": False}
         options = DecodingOptions(unmasking="wino", max_tokens=20, cache=kept, **values)
         canvas, output, final = dict(enumerate(PROMPT)), list[int](), 9
@@ -1132,11 +1155,10 @@ def test_wino_releases_each_token_once_and_leaves_fewer_masks_each_time(kind: st
 def test_wino_doubts_what_masks_in_the_stead_of_tokens_would_not_say(kind: str) -> None:
     """Against forwards with explicit masks; LLaDA's in numpy, where shadows have positions of their own."""
     again = 0
-    for threshold, narrow in DOUBTING:
+    for (threshold, narrow), length in zip(DOUBTING, (8, None) * 3, strict=True):
         values = {"threshold": threshold, "narrow_out_threshold": narrow, "stop_at_eos": False, "max_tokens": 20}
-        for length in (8, None):
-            result = same_as_plain(kind, PROMPT, DecodingOptions(unmasking="wino", block_length=length, **values))
-            again += sum(len(commit.masked) for commit in result.commits)
+        result = same_as_plain(kind, PROMPT, DecodingOptions(unmasking="wino", block_length=length, **values))
+        again += sum(len(commit.masked) for commit in result.commits)
     assert again > 5
 
 
@@ -1190,7 +1212,7 @@ def ends_of(model: Any, options: DecodingOptions, prompt: list[int]) -> list[int
 
 @pytest.mark.parametrize("kept", [None, *CACHES])
 @pytest.mark.parametrize("how", ["fill", "skip", "eos"])
-@pytest.mark.parametrize("kind", ["gpt2", "llada", "dream"])
+@pytest.mark.parametrize("kind", ["gpt2", "dream"])
 def test_an_early_end_of_sequence_skips_or_overwrites_what_follows(kind: str, how: str, kept: str | None) -> None:
     options = DecodingOptions(max_tokens=20, block_length=10, threshold=threshold_of(kind), after_eos=how, cache=kept)
     ends, later = ends_of(model_of(kind), options, PROMPT), 0
@@ -1323,7 +1345,7 @@ HOLED = [MASK if hole else token for token, hole in zip(TEXT[:30], MARKS, strict
 
 @pytest.mark.parametrize("block", [None, 6])
 @pytest.mark.parametrize("kept", CACHES)
-@pytest.mark.parametrize("kind", ["gpt2", "llada", "modernbert", "dream"])
+@pytest.mark.parametrize("kind", ["llada", "dream"])
 def test_holes_are_filled_with_a_cache(kind: str, kept: str, block: int | None) -> None:
     """A block's window reaches from its first hole to its last, or to the end."""
     model = model_of(kind)
@@ -1352,9 +1374,8 @@ def test_texts_with_holes_do_not_meet(kind: str, kept: str) -> None:
     marks = [MARKS, [False, *[True] * 5, False, False, True, True, False, False], [i % 2 == 1 for i in range(23)]]
     own: list[dict[str, Any]] = [{"block_length": 6}, {"vicinity": 2}, {"block_length": 5, "refresh_interval": 2}]
     options = [DecodingOptions(cache=kept, threshold=t, **v) for t, v in zip((0.35, 0.5, 0.3), own, strict=True)]
-    for count in (2, 3):
-        for i, result in enumerate(infill(model_of(kind), texts[:count], marks[:count], options[:count])):
-            assert result == as_row(infill(model_of(kind), texts[i], marks[i], options[i]), i)
+    for i, result in enumerate(infill(model_of(kind), texts, marks, options)):
+        assert result == as_row(infill(model_of(kind), texts[i], marks[i], options[i]), i)
 
 
 # 12: Fast-dLLM v2's block cache.
@@ -1427,7 +1448,7 @@ def test_a_part_of_a_block_is_computed_alone(name: str, prompt: int) -> None:
     """While the rest of the block is as its last whole forward left it; that one is due at a block's begin, and as long
     as a part's first token is masked."""
     differs = 0
-    for threshold in (2.0, 0.3, 0.2):
+    for threshold in (2.0, 0.2):
         model = causal(name, 8, unmasking="threshold")
         options = DecodingOptions(max_tokens=21, threshold=threshold, stop_at_eos=False, sub_block_length=4)
         result = decode(model, TEXT[:prompt], replace(options, cache="dual"))
