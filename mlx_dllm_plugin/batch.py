@@ -56,6 +56,7 @@ class Batch(ABC):
         self.suppressed = self._banned([row.plan.suppressed for row in rows])
         self.late = self._banned([row.plan.late for row in rows])
         self.masks = self._banned([(row.plan.mask_token_id,) for row in rows]) if self.rule.drop_mask else None
+        self.edits = self._banned([row.plan.edit_token_ids or () for row in rows]) if self.rule.edit else None
 
     def _banned(self, ids: Sequence[tuple[int, ...]]) -> mx.array | None:
         """Added to logits [B, W, V]: minus infinity at each row's ids, or None when there are none."""
@@ -313,6 +314,8 @@ class Blocks(Batch):
         self.stored = [0] * len(rows)
         self.keeps = rows[0].plan.cache != "none"
         self.caches = [BlockCache() for _ in model.layers]
+        self._ends: list[int] | None = None  # columns of the last forward that are to be stored
+        self._inside = False
 
     def first(self, row: Row) -> int:
         return 0
@@ -321,6 +324,7 @@ class Blocks(Batch):
         stages = [row.stages[0] for row in self.rows]
         canvas = self.guides(canvas)
         place = self.look(whole=False)
+        self._store()
         part = self._part(stages)
         if part is not None:
             a, b = part
@@ -340,7 +344,7 @@ class Blocks(Batch):
             row.columns += end - start
         states = self._run(canvas, visible, width)
         if self.keeps:
-            self._keep([stage.fixed for stage in stages], inside=any(stage.window for stage in stages))
+            self._ends, self._inside = [stage.fixed for stage in stages], any(stage.window for stage in stages)
         read = place - self.shifted - (np.array(visible) - width)[:, None]
         return _cut(states, np.tile(read, (self.copies, 1)))
 
@@ -391,12 +395,20 @@ class Blocks(Batch):
         ids = mx.take_along_axis(canvas, mx.array(np.clip(columns, 0, self.width - 1)), axis=1)
         return self.family.hidden(self.model, ids, self.caches)
 
+    def _store(self) -> None:
+        """Store what the last forward computed of final blocks: those before its stage, and that of the stage itself
+        if it saw that as it stays."""
+        if self._ends is not None:
+            ends, self._ends = self._ends, None
+            self._keep([max(end, row.settled) for end, row in zip(ends, self.rows, strict=True)], self._inside)
+
     def _keep(self, ends: list[int], inside: bool = False) -> None:
         for cache in self.caches:
             cache.keep(ends * self.copies, inside)
         self.stored = [max(end, stored) for end, stored in zip(ends, self.stored, strict=True)]
 
     def select(self, keep: list[int], canvas: mx.array, masked: mx.array) -> tuple[Batch, mx.array, mx.array]:
+        self._store()
         batch = Blocks([self.rows[i] for i in keep], self.family, self.model)
         batch.stored = [self.stored[i] for i in keep]
         for cache in self.caches:

@@ -17,12 +17,13 @@ import numpy as np
 
 from .batch import Batch, batches
 from .caches import FullCanvas
-from .errors import DiffusionError
+from .errors import DiffusionError, note
 from .families import FAMILIES, Family
 from .families.a2d import whole
 from .options import DecodingOptions
 from .plan import Plan, plan, plan_slots
 from .samplers import Candidates, Doubts, Ranking, Rule
+from .samplers.editing import Draft
 from .spec import DiffusionSpec
 
 TOP_LOGPROBS = 20
@@ -82,8 +83,9 @@ class Logprobs:
 @dataclass(frozen=True)
 class Commit:
     """Tokens that one forward committed to a row: ``positions`` count from the start of the row's canvas, ascending;
-    ``step`` counts the row's forwards from 0. ``masked`` are positions committed before that a rule which revises
-    (WINO) has masked again."""
+    ``step`` counts the row's forwards from 0. ``masked`` are positions committed before that a rule which revises or
+    edits has masked again. A rule that edits commits positions again: whose token it changed, and those to which it
+    moved one."""
 
     row: int
     step: int
@@ -95,11 +97,14 @@ class Commit:
 
 @dataclass(frozen=True)
 class BlockDone:
-    """All positions of a block [start, end) of the row's canvas are committed."""
+    """All positions of a block [start, end) of the row's canvas are committed. ``reason`` is ``filled``, or of a rule
+    that edits ``stable`` (nothing changes any more), ``budget`` (after max_post_steps) or ``cap`` (it did not settle
+    within max_steps_per_block)."""
 
     row: int
     start: int
     end: int
+    reason: str = "filled"
 
 
 @dataclass(frozen=True)
@@ -314,6 +319,24 @@ def spec_of(model: Any) -> DiffusionSpec:
     return spec
 
 
+@dataclass
+class Block:
+    """
+    What a rule that edits knows of a row's block.
+
+    Args:
+        masks: how many it began with.
+        original: which of its positions have a mask or token that is there since then.
+        post: forwards that count for ``max_post_steps``.
+        seen: how it was written before.
+    """
+
+    masks: int
+    original: np.ndarray
+    post: int = 0
+    seen: set[bytes] = field(default_factory=set)
+
+
 class Row:
     """A row's state: what is committed, what is released, and its random key."""
 
@@ -334,6 +357,8 @@ class Row:
         self.seen = 0
         self.ended = len(plan.slots)  # the first slot with an end of sequence, where that matters
         self.cut = False  # its canvas after that is to be overwritten
+        self.block: Block | None = None
+        self.settled = 0  # columns that the last forward saw as they stay
         self.reason: str | None = None if plan.cap else "length"
         self.key: mx.array | None = None
 
@@ -391,14 +416,19 @@ class Row:
             picked.logprobs,
             tuple(slots[slot] for slot in picked.masked),
         )
-        if None not in self.tokens[slice(*self.span)]:
+        rule = self.plan.rule
+        self.settled = stage.visible if picked.done == "stable" else 0
+        if picked.done or (rule.edit is None and None not in self.tokens[slice(*self.span)]):
             self.stages.popleft()
-            self.step = 0
+            self.step, self.block = 0, None
+            if picked.done == "cap":
+                limit = self.plan.values["max_steps_per_block"]
+                note(f"warning: a block did not settle within max_steps_per_block {limit} and was completed as it is")
             if stage.block is not None and None not in self.tokens[stage.start : stage.end]:
-                yield BlockDone(self.index, *stage.block)
+                yield BlockDone(self.index, *stage.block, picked.done or "filled")
         first, final = self.released, len(slots)
-        if self.plan.rule.revise is not None and self.stages:
-            final = self.stages[0].start  # what stands in a stage that goes on may still be masked again
+        if (rule.revise is not None or rule.edit is not None) and self.stages:
+            final = self.stages[0].start  # what stands in a stage that goes on may still change
         while self.reason is None and self.released < final and self.tokens[self.released] is not None:
             self.released += 1
             if self.tokens[self.released - 1] in self.plan.eos:
@@ -486,13 +516,15 @@ def _overwritten(batch: Batch, canvas: mx.array, masked: mx.array) -> tuple[mx.a
 
 
 class Picked(NamedTuple):
-    """What a forward committed to a row, as slots in ascending order, and which slots it masked again."""
+    """What a forward committed to a row, as slots in ascending order, and which slots it masked again. ``done`` says of
+    a rule that edits why the stage ends, if it does."""
 
     row: Row
     slots: list[int]
     tokens: list[int]
     logprobs: tuple[Logprobs, ...]
     masked: list[int]
+    done: str = ""
 
 
 def _step(batch: Batch, canvas: mx.array, masked: mx.array) -> tuple[mx.array, mx.array, list[Picked]]:
@@ -500,6 +532,8 @@ def _step(batch: Batch, canvas: mx.array, masked: mx.array) -> tuple[mx.array, m
     rows, rule = batch.rows, batch.rule
     states = batch.forward(canvas)
     seen = _look(batch, states)
+    if rule.edit is not None:
+        return _edit(batch, canvas, masked, states, seen)
 
     spans = np.array([(*row.span, row.stages[0].end) for row in rows])
     stage = mx.array((batch.slot >= spans[:, :1]) & (batch.slot < spans[:, 1:2]))
@@ -534,16 +568,135 @@ def _step(batch: Batch, canvas: mx.array, masked: mx.array) -> tuple[mx.array, m
         masked = mx.put_along_axis(masked, batch.place, mx.take_along_axis(masked, batch.place, axis=1) | again, axis=1)
     broken = seen.broken | mx.isnan(confidence).any()
     mx.eval(canvas, masked, order, chosen, counts, broken, *([] if again is None else [again]))
+    _check_finite(broken)
+    return canvas, masked, _read(batch, states, seen, np.array(order), np.array(chosen), np.array(counts), again)
+
+
+def _check_finite(broken: mx.array) -> None:
     if np.array(broken):
         raise DiffusionError(
             "The model computed logits that are not finite numbers (NaN): its weights are damaged, or they overflow."
         )
-    return canvas, masked, _read(batch, states, seen, np.array(order), np.array(chosen), np.array(counts), again)
+
+
+def _edit(
+    batch: Batch, canvas: mx.array, masked: mx.array, states: mx.array, seen: _Seen
+) -> tuple[mx.array, mx.array, list[Picked]]:
+    """What a rule that edits makes of every row's block, as :func:`_step`."""
+    rows, rule = batch.rows, batch.rule
+    assert rule.edit is not None
+    mx.eval(seen.tokens, *seen.measures, seen.broken)
+    _check_finite(seen.broken)
+    columns = [batch.columns(i) for i in range(len(rows))]
+    shape = len(rows), max(len(own) for own in columns)
+    draft = _draft(batch, states, seen, columns, shape)
+    edited = rule.edit(draft)
+
+    ids, holes = np.zeros(batch.slot.shape, dtype=np.int32), np.zeros(batch.slot.shape, dtype=bool)
+    ours, found = np.zeros(batch.slot.shape, dtype=bool), []
+    for i, (row, own) in enumerate(zip(rows, columns, strict=True)):
+        part = slice(len(own))
+        tokens, still, source = edited.tokens[i, part], edited.masked[i, part], edited.source[i, part]
+        ids[i, own] = np.where(still, row.plan.mask_token_id, tokens)
+        holes[i, own], ours[i, own] = still, True
+        first, block = row.stages[0].start, row.block
+        assert block is not None
+        block.original, block.post = edited.original[i, part], int(edited.post[i, 0])
+        written = edited.written[i, part]
+        changed = ~still & (written | (source != np.arange(len(own))))
+        fresh = np.flatnonzero(written)
+        if row.samples and len(fresh):
+            _check_sampled(row, tokens[fresh])
+        entries = dict(
+            zip(fresh.tolist(), _entries(batch, states, seen, i, own[source[fresh]], tokens[fresh]), strict=True)
+        )
+        before = row.logprobs[first : first + len(own)]
+        at = np.flatnonzero(changed).tolist()
+        kept = tuple(entries[n] if n in entries else before[source[n]] for n in at)
+        again = np.flatnonzero(still & ~draft.masked[i, part])
+        found.append(
+            Picked(
+                row,
+                [first + n for n in at],
+                tokens[at].tolist(),
+                kept,  # type: ignore[arg-type]
+                (first + again).tolist(),
+                edited.done[i],
+            )
+        )
+    where = mx.array(ours)
+    new = mx.where(where, mx.array(ids).astype(canvas.dtype), mx.take_along_axis(canvas, batch.place, axis=1))
+    open_ = mx.where(where, mx.array(holes), mx.take_along_axis(masked, batch.place, axis=1))
+    canvas = mx.put_along_axis(canvas, batch.place, new, axis=1)
+    return canvas, mx.put_along_axis(masked, batch.place, open_, axis=1), found
+
+
+def _draft(batch: Batch, states: mx.array, seen: _Seen, columns: list[np.ndarray], shape: tuple[int, int]) -> Draft:
+    """Every row's block, and what this forward says of it."""
+    rows = batch.rows
+    tokens, masked = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
+    original, there = masked.copy(), masked.copy()
+    for i, (row, own) in enumerate(zip(rows, columns, strict=True)):
+        first, count = row.stages[0].start, len(own)
+        stands = row.tokens[first : first + count]
+        tokens[i, :count] = [0 if token is None else token for token in stands]
+        masked[i, :count] = [token is None for token in stands]
+        if row.block is None:
+            row.block = Block(int(masked[i].sum()), masked[i, :count].copy())
+        original[i, :count], there[i, :count] = row.block.original, True
+
+    def blocks(values: mx.array) -> np.ndarray:
+        whole = np.array(values)
+        part = np.zeros(shape, dtype=whole.dtype)
+        for i, own in enumerate(columns):
+            part[i, : len(own)] = whole[i, own]
+        return part
+
+    def redraw(i: int, position: int, banned: int, sampled: bool) -> int:
+        row = rows[i]
+        logits = _logits_at(batch, states, seen, i, columns[i][position : position + 1])
+        for more in (batch.suppressed, batch.never):
+            logits = logits if more is None else logits + more[i]
+        logits = mx.where(mx.arange(logits.shape[-1]) == banned, -mx.inf, logits)
+        if not (sampled and row.samples):
+            return int(np.array(mx.argmax(logits, axis=-1))[0])
+        keys = None if row.options.sampler is not None else row.draw()[None]
+        return int(np.array(_sample(row, batch.rule, logits, keys))[0])
+
+    def pick(i: int, n: int) -> int:
+        row = rows[i]
+        if row.key is None and row.options.seed is None and not row.samples:
+            row.key = mx.random.key(0)  # greedy decoding says the same every time
+        return int(np.array(mx.random.randint(0, n, key=row.draw()))) if n > 1 else 0
+
+    states_of = [row.block for row in rows if row.block is not None]
+    confidence, certainty, best, chosen_text, best_text = (blocks(values) for values in seen.measures)
+    return Draft(
+        tokens=tokens,
+        masked=masked,
+        original=original,
+        there=there,
+        chosen=blocks(seen.tokens).astype(np.int64),
+        confidence=confidence,
+        best=best.astype(np.int64),
+        certainty=certainty,
+        chosen_text=chosen_text.astype(np.int64),
+        best_text=best_text.astype(np.int64),
+        masks=np.array([[block.masks] for block in states_of]),
+        step=np.array([[row.step] for row in rows]),
+        post=np.array([[block.post] for block in states_of]),
+        values={name: np.array([[row.plan.values[name]] for row in rows], dtype=np.float32) for name in batch.values},
+        edit_token_ids=rows[0].plan.edit_token_ids,
+        seen=[block.seen for block in states_of],
+        redraw=redraw,
+        pick=pick,
+    )
 
 
 class _Seen(NamedTuple):
     """What a forward says of its columns: the token each would get and the rule's measures [B, W], whether a logit is
-    not finite, and the logits [B, W, V] if they were made at once."""
+    not finite, and the logits [B, W, V] if they were made at once. For a rule that edits, the measures go on with the
+    best token, and with the token and the best token that are no edit."""
 
     tokens: mx.array
     measures: tuple[mx.array, ...]
@@ -570,9 +723,9 @@ def _look(batch: Batch, states: mx.array) -> _Seen:
             memory = rule.memory(logits, tuple(m[:, columns] for m in past), batch.values)
             kept.append(memory)
         adjusted = logits if rule.logits is None else rule.logits(logits, memory, batch.values)
-        tokens, candidates = _choose(batch, adjusted, columns, draws)
+        tokens, candidates, more = _choose(batch, adjusted, columns, draws)
         measured = rule.confidence(candidates._replace(memory=memory))
-        measures = measured if isinstance(measured, tuple) else (measured,)
+        measures = (*(measured if isinstance(measured, tuple) else (measured,)), *more)
         best = logits.max(axis=-1)
         broken = mx.isnan(logits).any() | ~((best < mx.inf) & (best > -mx.inf)).all()
         parts.append((tokens, measures, broken))
@@ -625,20 +778,33 @@ def _read(
         columns, tokens = order[i, by_column], chosen[i, by_column]
         if row.samples:
             _check_sampled(row, tokens)
-        if seen.logits is not None:
-            at_commit = seen.logits[i, mx.array(columns)]
-        else:
-            at_commit = batch.logits(states[mx.array(batch.doubled([i]))][:, mx.array(columns)], [i])[0]
-        logprobs = at_commit - mx.logsumexp(at_commit, axis=-1, keepdims=True)
-        top = min(TOP_LOGPROBS, logprobs.shape[-1])
-        ids = mx.argpartition(-logprobs, kth=top - 1, axis=-1)[:, :top]
-        values = mx.take_along_axis(logprobs, ids, axis=-1)
-        own = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)[:, 0]
-        full = logprobs if row.options.full_logprobs else None
-        mx.async_eval(own, ids, values, *([] if full is None else [full]))
-        entries = tuple(Logprobs(int(token), (own, ids, values, full), j) for j, token in enumerate(tokens))
+        entries = _entries(batch, states, seen, i, columns, tokens)
         found.append(Picked(row, batch.slot[i, columns].tolist(), tokens.tolist(), entries, masked))
     return found
+
+
+def _logits_at(batch: Batch, states: mx.array, seen: _Seen, i: int, columns: np.ndarray) -> mx.array:
+    """Logits [n, V] of some of row i's columns, which are made again if they were made in chunks."""
+    if seen.logits is not None:
+        return seen.logits[i, mx.array(columns)]
+    return batch.logits(states[mx.array(batch.doubled([i]))][:, mx.array(columns)], [i])[0]
+
+
+def _entries(
+    batch: Batch, states: mx.array, seen: _Seen, i: int, columns: np.ndarray, tokens: np.ndarray
+) -> tuple[Logprobs, ...]:
+    """The log-probabilities of tokens that this forward commits to some of row i's columns, not waited for."""
+    if not len(columns):
+        return ()
+    at_commit = _logits_at(batch, states, seen, i, columns)
+    logprobs = at_commit - mx.logsumexp(at_commit, axis=-1, keepdims=True)
+    top = min(TOP_LOGPROBS, logprobs.shape[-1])
+    ids = mx.argpartition(-logprobs, kth=top - 1, axis=-1)[:, :top]
+    values = mx.take_along_axis(logprobs, ids, axis=-1)
+    own = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)[:, 0]
+    full = logprobs if batch.rows[i].options.full_logprobs else None
+    mx.async_eval(own, ids, values, *([] if full is None else [full]))
+    return tuple(Logprobs(int(token), (own, ids, values, full), j) for j, token in enumerate(tokens))
 
 
 class _Draws(NamedTuple):
@@ -662,9 +828,12 @@ def _draws(batch: Batch) -> _Draws:
     return _Draws(keys, batch.spread(noise) if drawn else None)
 
 
-def _choose(batch: Batch, logits: mx.array, columns: slice, draws: _Draws) -> tuple[mx.array, Candidates]:
+def _choose(
+    batch: Batch, logits: mx.array, columns: slice, draws: _Draws
+) -> tuple[mx.array, Candidates, tuple[mx.array, ...]]:
     """The token each of these columns would get [B, c], and what confidences are made of: the tokens there differ only
-    where greedy decoding would have chosen an id that is never emitted."""
+    where greedy decoding would have chosen an id that is never emitted. For a rule that edits also the best token, and
+    both without the edit tokens."""
     rows, rule = batch.rows, batch.rule
     whole = logits if batch.suppressed is None else logits + batch.suppressed
     counted = _filtered(batch, whole) if rule.filters else whole
@@ -675,6 +844,11 @@ def _choose(batch: Batch, logits: mx.array, columns: slice, draws: _Draws) -> tu
         nothing = allowed.max(axis=-1, keepdims=True) == -mx.inf
         allowed = mx.where(nothing & (mx.arange(allowed.shape[-1]) == best), 0.0, allowed)
     tokens, scored = mx.argmax(allowed, axis=-1), mx.argmax(counted, axis=-1)
+    best = best_text = text = mx.array(tokens)
+    if batch.edits is not None:
+        plain = allowed + batch.edits
+        text = mx.argmax(plain, axis=-1)
+        best_text = mx.array(text)
     for i, row in enumerate(rows):
         at = batch.columns(i)
         at = at[(at >= columns.start) & (at < columns.stop)]
@@ -686,10 +860,17 @@ def _choose(batch: Batch, logits: mx.array, columns: slice, draws: _Draws) -> tu
         drawn = _sample(row, rule, allowed[i, here], keys).astype(tokens.dtype)
         tokens[i, here] = drawn
         scored[i, here] = mx.minimum(drawn, row.vocab_size - 1)  # a host's sampler may return anything
+        if batch.edits is not None:
+            text[i, here] = _sample(row, rule, plain[i, here], keys).astype(text.dtype)
     noise = mx.zeros(tokens.shape) if draws.noise is None else draws.noise[:, columns]
     if batch.late is not None:
         counted = counted + batch.late
-    return tokens, Candidates(counted, scored, noise, batch.values, batch.mask_ids)
+    if rule.edit is None:
+        return tokens, Candidates(counted, scored, noise, batch.values, batch.mask_ids), ()
+    if batch.edits is None:
+        text = tokens
+    within = mx.minimum(tokens, counted.shape[-1] - 1)
+    return tokens, Candidates(counted, within, noise, batch.values, batch.mask_ids, best=best), (best, text, best_text)
 
 
 def _filtered(batch: Batch, logits: mx.array) -> mx.array:

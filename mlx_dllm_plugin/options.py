@@ -213,9 +213,37 @@ class DecodingOptions:
     threshold: float | None = _option(
         "float",
         "commit every position whose confidence exceeds this (default: 0.9; for low_confidence_dynamic 0.85; for wino "
-        "0.6); above 1 is one token a step",
+        "0.6; for joint_threshold 0.95; for joint_threshold_indel 0.5); above 1 is one token a step",
         expected="0 or more",
         valid=_not_negative,
+        common=False,
+    )
+    editing_threshold: float | None = _option(
+        "float",
+        "change a token where another one has more than this; 1 never does (default: 0.9; for joint_threshold_indel 0)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    max_post_steps: int | None = _option(
+        "int",
+        "forwards that may edit a block after its last mask is filled (default: 16)",
+        expected="0 or more",
+        valid=_not_negative,
+        common=False,
+    )
+    num_to_transfer: int | None = _option(
+        "int",
+        "masks that every forward fills at least, as long as there are (default: 1)",
+        expected="a positive integer",
+        valid=_positive,
+        common=False,
+    )
+    max_steps_per_block: int | None = _option(
+        "int",
+        "forwards after which a block that does not settle is completed as it stands (default: 1000)",
+        expected=f"an integer from 1 to {MOST_STEPS}",
+        valid=_steps,
         common=False,
     )
     low_threshold: float | None = _option(

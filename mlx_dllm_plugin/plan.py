@@ -70,6 +70,7 @@ class Plan:
         refresh_interval: forwards after which all columns are computed again, or None.
         after_eos: what becomes of positions after a committed end of sequence: fill, skip or eos.
         approximate: settings that trade exactness for speed, as ``name value``.
+        edit_token_ids: DELETE and INSERT of a rule that moves tokens.
     """
 
     rule: Rule
@@ -93,6 +94,7 @@ class Plan:
     refresh_interval: int | None = None
     after_eos: str = "fill"
     approximate: tuple[str, ...] = ()
+    edit_token_ids: tuple[int, int] | None = None
 
 
 def plan(spec: DiffusionSpec, prompt: Sequence[int], options: DecodingOptions) -> Plan:
@@ -162,7 +164,7 @@ def plan_slots(
         stages, empty = _stages(spec, rule, len(canvas), slots, start, values, options, cache)
     # A checkpoint whose mask is its end of sequence (a2d's mask token "reuse") may emit it; a caller's list counts not.
     reused = mask in spec.eos_token_ids and not rule.drop_mask
-    never = {*suppressed, *(() if reused else (mask,))}
+    never = {*suppressed, *(() if reused else (mask,)), *(() if rule.moves else spec.edit_token_ids or ())}
     if len(never) >= spec.vocab_size:
         raise DiffusionError("suppress_tokens leaves no token to emit.")
     if len({*suppressed, *late}) >= spec.vocab_size:
@@ -189,6 +191,7 @@ def plan_slots(
         refresh_interval=options.refresh_interval,
         after_eos=options.after_eos or "fill",
         approximate=tuple(approximations(dataclasses.asdict(options))),
+        edit_token_ids=spec.edit_token_ids if rule.moves else None,
     )
 
 
@@ -270,6 +273,11 @@ def _cache(spec: DiffusionSpec, rule: Rule, options: DecodingOptions, sub_block:
             + (", where block keeps the prefix exactly" if cache == "prefix" else " without sub_block_length")
             + ": leave it out."
         )
+    if cache == "dual" and spec.routing_block is not None:
+        raise DiffusionError(
+            f"cache dual computes part of a block, and the checkpoint chooses experts by whole blocks of "
+            f"{spec.routing_block} tokens: leave it out."
+        )
     for name in ("refresh_interval", "vicinity"):
         if getattr(options, name) is not None and (causal or cache not in FROZEN):
             way = "leave it out" if causal else "add cache prefix or dual, or leave it out"
@@ -285,6 +293,21 @@ def _cache(spec: DiffusionSpec, rule: Rule, options: DecodingOptions, sub_block:
     if options.after_eos not in (None, "fill") and options.stop_at_eos is False:
         raise DiffusionError(
             f"after_eos {options.after_eos} means nothing without stop_at_eos: give that too, or leave it out."
+        )
+    if options.after_eos not in (None, "fill") and rule.edit is not None:
+        raise DiffusionError(
+            f"after_eos {options.after_eos} means nothing to the unmasking rule {rule.name!r}, which may edit an end "
+            "of sequence away until its block is final: leave it out."
+        )
+    if rule.edit is not None and (not causal or spec.logits == "shifted"):
+        raise DiffusionError(
+            f"The unmasking rule {rule.name!r} edits the blocks of block-causal attention with logits in place; the "
+            f"family {spec.family} has attention {spec.attention} and logits {spec.logits}: choose another rule."
+        )
+    if rule.moves and spec.edit_token_ids is None:
+        raise DiffusionError(
+            f"The unmasking rule {rule.name!r} needs the ids of DELETE and INSERT, and the checkpoint names none "
+            "(delete_token_id, split_token_id in config.json): choose joint_threshold, or another rule."
         )
     if options.after_eos == "eos" and rule.revise is not None:
         raise DiffusionError(
@@ -375,7 +398,7 @@ def _refuse_unused(rule: Rule, spec: DiffusionSpec, options: DecodingOptions) ->
 
 def _canvas_length(spec: DiffusionSpec, prompt: int, options: DecodingOptions) -> int:
     """Tokens of prompt and output together."""
-    context, growing = spec.context_length, spec.canvas == "growing"
+    context, growing = _context(spec), spec.canvas == "growing"
     if options.max_tokens == -1 and not growing:
         raise DiffusionError(
             f"max_tokens -1 (up to the context) needs a canvas that grows; the family {spec.family} has a fixed one: "
@@ -383,7 +406,7 @@ def _canvas_length(spec: DiffusionSpec, prompt: int, options: DecodingOptions) -
         )
     if context is not None and prompt >= context and options.canvas_length != prompt:
         raise DiffusionError(
-            f"The prompt has {prompt} tokens and the model's context is {context}: shorten the prompt."
+            f"The prompt has {prompt} tokens and the model's context is {_whole(spec, context)}: shorten the prompt."
         )
     if options.canvas_length is not None:
         canvas, named = options.canvas_length, "canvas_length"
@@ -413,10 +436,22 @@ def _canvas_length(spec: DiffusionSpec, prompt: int, options: DecodingOptions) -
         )
     if context is not None and canvas > context:
         raise DiffusionError(
-            f"A canvas of {canvas} tokens ({named}) exceeds the model's context of {context}: "
+            f"A canvas of {canvas} tokens ({named}) exceeds the model's context of {_whole(spec, context)}: "
             f"the prompt has {prompt}, so at most {max(context - prompt, 0)} new tokens fit."
         )
     return canvas
+
+
+def _context(spec: DiffusionSpec) -> int | None:
+    """Tokens of the longest canvas: a last routing block that is not whole would choose other experts."""
+    context, block = spec.context_length, spec.routing_block or 1
+    if context is not None and context < block:
+        raise DiffusionError(f"The model's context of {context} tokens has no room for a routing block of {block}.")
+    return context and context // block * block
+
+
+def _whole(spec: DiffusionSpec, context: int) -> str:
+    return str(context) if context == spec.context_length else f"{context} in whole blocks of {spec.routing_block}"
 
 
 def _block_length(spec: DiffusionSpec, options: DecodingOptions) -> int:
@@ -425,6 +460,11 @@ def _block_length(spec: DiffusionSpec, options: DecodingOptions) -> int:
         raise DiffusionError(
             "Block-causal attention needs a block length, and the checkpoint names none: give block_length "
             "(--block-length)."
+        )
+    if spec.routing_block not in (None, length):
+        raise DiffusionError(
+            f"block_length {length} would give a wrong answer: the checkpoint chooses experts by whole blocks of "
+            f"{spec.routing_block} tokens; leave it out."
         )
     if spec.context_length is not None and length > spec.context_length:
         raise DiffusionError(f"block_length {length} exceeds the model's context of {spec.context_length} tokens.")

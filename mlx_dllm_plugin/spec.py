@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .options import LoadOptions
 
 _SHAPE = ("logits", "attention", "canvas", "unmasking", "block_origin")
-_FROM_FAMILY = (*_SHAPE, "stop_token_ids", "variants")
+_CHECKPOINTS = ("profiles", "routing_block", "edit_token_ids")  # that only a checkpoint has of its own
+_FROM_FAMILY = (*_SHAPE, *_CHECKPOINTS, "stop_token_ids", "variants")
 _BY_OPTION = "forced by the family option"
 ATTENTION = "diffusion_attention"  # in the config.json of a copy whose other files do not tell
 FORCED = "diffusion_family"  # in the config.json of a copy whose family had to be forced
@@ -43,6 +44,8 @@ class DiffusionSpec:
         stop_token_ids: of ``eos_token_ids``, those that end a turn and are not the declared end of sequence.
         variants: of ``attention`` and ``logits``, those a decoding option may choose otherwise.
         profiles: what the profiles but ``exact`` set, by name.
+        routing_block: columns that choose their experts together, counted from position 0: the only block length.
+        edit_token_ids: the tokens DELETE and INSERT, which the model writes to edit a block and never emits.
     """
 
     family: str
@@ -60,6 +63,8 @@ class DiffusionSpec:
     stop_token_ids: tuple[int, ...] = ()
     variants: tuple[str, ...] = ()
     profiles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    routing_block: int | None = None
+    edit_token_ids: tuple[int, int] | None = None
 
     @property
     def forced(self) -> bool:
@@ -159,6 +164,9 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
     defaults, own = family.defaults(checkpoint), family.shape(checkpoint)
     sources |= {name: source for name, (_, source) in (*defaults.items(), *own.items())}
     shape: dict[str, Any] = {name: own[name][0] if name in own else getattr(family, name) for name in _SHAPE}
+    profiles = family.profiles or STANDARD[shape["attention"]]
+    only = {"profiles": profiles, **{name: own[name][0] for name in _CHECKPOINTS if name in own}}
+    _check_edit_token_ids(only.get("edit_token_ids"), mask, vocab_size, where)
     return DiffusionSpec(
         family=family.name,
         **shape,
@@ -166,7 +174,7 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
         eos_token_ids=(*eos, *sorted(stops - set(eos))),
         stop_token_ids=tuple(sorted(stops - set(eos))),
         variants=tuple(sorted(family.variants)),
-        profiles=family.profiles or STANDARD[shape["attention"]],
+        **only,
         vocab_size=vocab_size,
         context_length=context,
         defaults={name: value for name, (value, _) in defaults.items()},
@@ -183,6 +191,14 @@ def check_mask_token_id(mask: Any, vocab_size: int, source: str) -> None:
             f"mask_token_id must be an id within the embedding of {vocab_size} rows (0 to {vocab_size - 1}), "
             f"got {mask!r} from {source}."
         )
+
+
+def _check_edit_token_ids(ids: tuple[int, int] | None, mask: Any, vocab_size: int, where: Path) -> None:
+    for token in ids or ():
+        if not 0 <= token < vocab_size or token == mask:
+            raise CheckpointError(
+                f"{where}: the tokens of edits must be ids below {vocab_size} and not the mask {mask}, got {token}."
+            )
 
 
 def mask_token_id_of(spec: DiffusionSpec, given: int | None, source: str = "the option") -> int:

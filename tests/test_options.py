@@ -19,11 +19,14 @@ POSITIVE = (
     "sub_block_length",
     "refresh_interval",
     "kl_history",
+    "num_to_transfer",
+    "max_steps_per_block",
 )
-NOT_NEGATIVE_INT = ("top_k", "seed", "mask_token_id", "vicinity", "radius")
+STEPS = ("max_denoising_steps", "max_steps_per_block")
+NOT_NEGATIVE_INT = ("top_k", "seed", "mask_token_id", "vicinity", "radius", "max_post_steps")
 NOT_NEGATIVE_FLOAT = (
     *("temp", "confidence_temperature", "threshold", "entropy_bound", "cfg_scale", "alg_temp", "low_threshold"),
-    *("relaxed_threshold", "factor", "kl_threshold", "credit_weight", "credit_power", "gap"),
+    *("relaxed_threshold", "factor", "kl_threshold", "credit_weight", "credit_power", "gap", "editing_threshold"),
 )
 SHARES = ("top_p", "min_p", "narrow_out_threshold", "credit_decay")
 IDS = ("suppress_tokens", "begin_suppress_tokens", "cfg_keep_tokens", "eos_token_ids")
@@ -76,7 +79,7 @@ def test_max_tokens_is_positive_or_minus_one(value: Any) -> None:
 @pytest.mark.parametrize("name", POSITIVE)
 @pytest.mark.parametrize("value", [0, -1, -7, True, "8", 2.0])
 def test_lengths_and_steps_are_positive_integers(name: str, value: Any) -> None:
-    expected = "an integer from 1 to 100000" if name == "max_denoising_steps" else "a positive integer"
+    expected = "an integer from 1 to 100000" if name in STEPS else "a positive integer"
     refused(f"{name} must be {expected}, got {value!r}.", **{name: value})
     assert getattr(DecodingOptions(**{name: 1}), name) == 1
 

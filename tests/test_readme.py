@@ -84,7 +84,8 @@ def test_the_profiles_are_as_measured() -> None:
 
 def test_every_rule_was_measured_with_every_cache() -> None:
     report = json.loads((ROOT / "benchmarks" / "results" / "demo_quality.json").read_text())
-    names = {f"{rule.name}/{cache}" for rule in RULES.builtin() for cache in ("none", "prefix", "dual")}
+    rules = [rule.name for rule in RULES.builtin() if rule.edit is None]  # the demo has no block-causal attention
+    names = {f"{rule}/{cache}" for rule in rules for cache in ("none", "prefix", "dual")}
     assert names <= set(report["rules"])
     for name in names:
         run = report["rules"][name]

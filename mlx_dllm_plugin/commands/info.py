@@ -90,7 +90,7 @@ def _print(checkpoint: Checkpoint, spec: DiffusionSpec, problems: list[str]) -> 
     if checkpoint.provenance:
         print(f"warning: {checkpoint.provenance}")
     left_out = {"defaults", "sources", "profiles"} | {
-        name for name in ("stop_token_ids", "variants") if not getattr(spec, name)
+        name for name in ("stop_token_ids", "variants", "routing_block", "edit_token_ids") if not getattr(spec, name)
     }
     if spec.attention == "bidirectional" and "attention" not in spec.variants:
         left_out.add("block_origin")

@@ -68,7 +68,8 @@ class Family:
         architecture: ``(config) -> name of a module`` with ``Model`` and ``ModelArgs`` in mlx-lm's shape; None takes
             what mlx-lm has for the ``model_type``.
         shape: ``(checkpoint) -> {name: (value, source)}``: what this checkpoint has otherwise of ``logits``,
-            ``attention``, ``canvas``, ``unmasking`` and ``block_origin``.
+            ``attention``, ``canvas``, ``unmasking``, ``block_origin`` and ``profiles``, and what no family has:
+            ``routing_block`` and ``edit_token_ids``.
         hint: ``(checkpoint) -> sentence or None``, said when it is loaded: what had to be assumed.
         stop_tokens: texts of tokens that end a turn, beside the declared end of sequence: looked up in the vocabulary.
         thinks: False where its makers chat without the thinking that its chat template offers.

@@ -52,7 +52,6 @@ REFUSED = (
         "mlx-lm has no model of its architecture (DiT with adaptive norms); use transformers with the code in its "
         "repository.",
     ),
-    _Refused("LLaDA2", ("llada2_moe",), ("LLaDA2Moe",), f"it comes in a later version; {_SERVED}.", mlx_vlm=True),
     _Refused(
         "DiffusionGemma",
         ("diffusion_gemma",),

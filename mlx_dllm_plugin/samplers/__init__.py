@@ -16,6 +16,8 @@ from ..registry import Registry
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from .editing import Draft, Edited
+
     Confidence = Callable[["Candidates"], mx.array | tuple[mx.array, ...]]
     Select = Callable[[mx.array, mx.array, Mapping[str, mx.array]], mx.array]
 
@@ -35,6 +37,7 @@ class Candidates(NamedTuple):
         values: the rule's own numeric options [B, 1], by name.
         mask_ids: the id of each row's mask [B, 1].
         memory: what the rule's ``memory`` made of these columns in this step.
+        best: the most probable tokens that may be emitted [B, W], of rules that edit.
     """
 
     logits: mx.array
@@ -43,6 +46,7 @@ class Candidates(NamedTuple):
     values: Mapping[str, mx.array]
     mask_ids: mx.array | None = None
     memory: tuple[mx.array, ...] = ()
+    best: mx.array | None = None
 
 
 class Ranking(NamedTuple):
@@ -108,6 +112,10 @@ class Rule:
         whole_canvas: without a cache, look at all masked positions and not only at those of the stage.
         revise: ``(doubts) -> [B, W]``, which committed positions to mask again; their probabilities come from masks in
             their stead (WINO), in the same forward. Tokens are released when their stage is complete.
+        edit: ``(draft) -> Edited``: the whole step on a block instead of a selection of masks; ``confidence`` then is
+            two measures, of the token a mask would get and of the best one. Tokens are released when their stage is
+            done. See ``editing.py``.
+        moves: its edits may be DELETE and INSERT, whose ids the checkpoint has to name.
         filters: the order in which ``top_p``, ``top_k`` and ``min_p`` act, after the temperature, also on the
             confidences; empty: they act in mlx-lm's way on the choice of tokens alone.
     """
@@ -128,6 +136,8 @@ class Rule:
     logits: Callable[[mx.array, Memory, Mapping[str, mx.array]], mx.array] | None = None
     whole_canvas: bool = False
     revise: Callable[[Doubts], mx.array] | None = None
+    edit: Callable[[Draft], Edited] | None = None
+    moves: bool = False
 
 
 RULES: Registry[Rule] = Registry(
@@ -148,6 +158,8 @@ RULES: Registry[Rule] = Registry(
         "wino": "mlx_dllm_plugin.samplers.wino:WINO",
         "prophet": "mlx_dllm_plugin.samplers.prophet:PROPHET",
         "local_leap": "mlx_dllm_plugin.samplers.local_leap:LOCAL_LEAP",
+        "joint_threshold": "mlx_dllm_plugin.samplers.editing:JOINT_THRESHOLD",
+        "joint_threshold_indel": "mlx_dllm_plugin.samplers.editing:JOINT_THRESHOLD_INDEL",
         "random": "mlx_dllm_plugin.samplers.low_confidence:RANDOM",
         "a2d": "mlx_dllm_plugin.samplers.a2d:A2D",
         "mlx_dllm": "mlx_dllm_plugin.samplers.a2d:MLX_DLLM",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import a2d, cases
+from . import a2d, cases, llada2
 
 KINDS = ("decode", "likelihood", "vector", "forward")
 
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows += [row for row in a2d.replay(folder) if args.kind in (None, row.kind)]
             elif cases.is_checkpoint(folder):
                 rows += cases.replay(folder, (args.kind,) if args.kind else KINDS)
+            elif llada2.is_scripted(folder):
+                rows += llada2.replay(folder, (args.kind,) if args.kind else KINDS)
             else:
                 rows.append(a2d.Row(folder.name, "-", "-", "this version cannot express goldens of this family"))
     for row in rows:

@@ -18,6 +18,7 @@ from mlx_dllm_plugin.caches import BlockCache, BlockWindow, FullCanvas
 from mlx_dllm_plugin.decode import Commit
 from mlx_dllm_plugin.samplers import RULES, Candidates, Rule
 
+from . import llada2
 from .a2d import Row
 
 LOGIT_TOLERANCE = 2e-3
@@ -285,6 +286,8 @@ def _generation(golden: dict[str, Any], case: dict[str, Any], model: Any) -> str
     family = golden["family"]
     if family == "a2d-qwen3":
         return _dllm(golden, case, model)
+    if family == "llada2_moe":
+        return llada2.generation(golden, case, model)
     settings = case["settings"]
     shared: dict[str, Any] = {
         "mask_token_id": golden["ids"]["mask"],
