@@ -245,19 +245,34 @@ class BlockCache(AttentionPolicy):
     Keys and values of the blocks that are final, for block-causal attention: a forward sees them and its own window,
     and keeps nothing until :meth:`keep`. Of a block that is computed in parts, ``inside`` are the keys and values of
     all its columns when it was last computed as a whole. One object per layer.
+
+    They stand in arrays with room to spare, in which a window is written behind what is stored: a long prefix is not
+    copied in every forward, and a window that stays is where it belongs already.
     """
+
+    ROOM = 256  # columns by which the arrays grow
 
     def __init__(self) -> None:
         self.window: BlockWindow | PartOfBlock | None = None
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.size = 0  # columns that are stored, of the row that has most
         self.inside: tuple[mx.array, mx.array] | None = None
         self.inside_end = 0  # the column where that block ends
+        self._stored: list[mx.array] = []  # keys and values [B, H, room, D]
         self._new: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> int | mx.array:  # type: ignore[override]
         return self.window.offset if self.window is not None else 0
+
+    @property
+    def keys(self) -> mx.array | None:
+        """Stored keys [B, H, size, D], or None."""
+        return self._stored[0][:, :, : self.size] if self.size else None
+
+    @property
+    def values(self) -> mx.array | None:
+        """Stored values, as the keys."""
+        return self._stored[1][:, :, : self.size] if self.size else None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if isinstance(self.window, PartOfBlock):
@@ -270,9 +285,13 @@ class BlockCache(AttentionPolicy):
             )
         else:
             self._new = keys, values
-        if self.keys is None or self.values is None:
+        if not self.size:
             return keys, values
-        return mx.concatenate([self.keys, keys], axis=2), mx.concatenate([self.values, values], axis=2)
+        end = self.size + keys.shape[2]
+        self._make_room((keys, values), end)
+        for stored, new in zip(self._stored, (keys, values), strict=True):
+            stored[:, :, self.size : end] = new
+        return self._stored[0][:, :, :end], self._stored[1][:, :, :end]
 
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         return self.window.mask if self.window is not None else None
@@ -280,37 +299,44 @@ class BlockCache(AttentionPolicy):
     def keep(self, upto: Sequence[int], inside: bool = False) -> None:
         """Store the last forward's keys and values of the columns before ``upto`` [per row]; with ``inside`` remember
         the others of its only row, until the next such forward."""
-        assert isinstance(self.window, BlockWindow) and self._new is not None
-        keys, values = self._new
-        self._new = None
-        first = max(upto[0], self.window.stored[0]) - self.window.visible[0]
-        self.inside = (keys[:, :, first:], values[:, :, first:]) if inside and first < 0 else None
-        self.inside_end = self.window.visible[0]
-        self.keys = self._joined(self.keys, keys, upto)
-        self.values = self._joined(self.values, values, upto)
-
-    def _joined(self, kept: mx.array | None, new: mx.array, upto: Sequence[int]) -> mx.array | None:
         window = self.window
-        assert isinstance(window, BlockWindow)
-        spans = []
-        for stored, visible, end in zip(window.stored, window.visible, upto, strict=True):
-            first = visible - window.width
-            spans.append((stored, stored - first, max(end, stored) - first))
-        if all(a == b for _, a, b in spans):
-            return kept
-        if len(set(spans)) == 1:
-            part = new[:, :, spans[0][1] : spans[0][2]]
-            return part if kept is None else mx.concatenate([kept, part], axis=2)
-        longest = max(stored + b - a for stored, a, b in spans)
-        rows = []
-        for i, (stored, a, b) in enumerate(spans):
-            parts = [] if kept is None else [kept[i : i + 1, :, :stored]]
-            row = mx.concatenate([*parts, new[i : i + 1, :, a:b]], axis=2)
-            rows.append(mx.pad(row, [(0, 0), (0, 0), (0, longest - row.shape[2]), (0, 0)]))
-        return mx.concatenate(rows, axis=0)
+        assert isinstance(window, BlockWindow) and self._new is not None
+        new, self._new = self._new, None
+        first = max(upto[0], window.stored[0]) - window.visible[0]
+        self.inside = (new[0][:, :, first:], new[1][:, :, first:]) if inside and first < 0 else None
+        self.inside_end = window.visible[0]
+        # Per row: where its new columns are to stand, and from where to where they are in the window.
+        spans = [
+            (stored, stored - visible + window.width, max(end, stored) - visible + window.width)
+            for stored, visible, end in zip(window.stored, window.visible, upto, strict=True)
+        ]
+        size = max(stored + b - a for stored, a, b in spans)
+        in_place = self.size and all(stored == self.size and a == 0 for stored, a, _ in spans)
+        if not in_place and any(b > a for _, a, b in spans):
+            self._make_room(new, size)
+            alike = len(set(spans)) == 1
+            for rows, (at, a, b) in [(slice(None), spans[0])] if alike else _each(spans):
+                for stored, values in zip(self._stored, new, strict=True):
+                    stored[rows, :, at : at + b - a] = values[rows, :, a:b]
+        self.size = size
+
+    def _make_room(self, like: tuple[mx.array, mx.array], columns: int) -> None:
+        """Arrays of at least so many columns, with what is stored in them."""
+        if self._stored and self._stored[0].shape[2] >= columns:
+            return
+        room = -(-columns // self.ROOM) * self.ROOM
+        arrays = [mx.zeros((*new.shape[:2], room, new.shape[3]), dtype=new.dtype) for new in like]
+        if self.size:
+            for array, stored in zip(arrays, self._stored, strict=True):
+                array[:, :, : self.size] = stored[:, :, : self.size]
+        self._stored = arrays
 
     def select(self, rows: Sequence[int], longest: int) -> None:
         """Leave only these rows, which have at most ``longest`` stored columns."""
         at = mx.array(list(rows))
-        self.keys = None if self.keys is None or not longest else self.keys[at, :, :longest]
-        self.values = None if self.values is None or not longest else self.values[at, :, :longest]
+        self._stored = [stored[at, :, :longest] for stored in self._stored] if longest else []
+        self.size = longest if self._stored else 0
+
+
+def _each(spans: list[tuple[int, int, int]]) -> list[tuple[slice, tuple[int, int, int]]]:
+    return [(slice(i, i + 1), span) for i, span in enumerate(spans)]

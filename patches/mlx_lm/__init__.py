@@ -10,6 +10,7 @@ MODULES = (
     "benchmark",
     "perplexity",
     "evaluate",
+    "convert",
     "lora",
     "tuner.trainer",
     "quant.awq",
