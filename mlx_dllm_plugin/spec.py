@@ -21,6 +21,7 @@ _CHECKPOINTS = ("profiles", "routing_block", "edit_token_ids")  # that only a ch
 _FROM_FAMILY = (*_SHAPE, *_CHECKPOINTS, "stop_token_ids", "variants")
 _BY_OPTION = "forced by the family option"
 ATTENTION = "diffusion_attention"  # in the config.json of a copy whose other files do not tell
+UNMASKING = "diffusion_unmasking"  # in that of a copy whose rule only the original's name told
 FORCED = "diffusion_family"  # in the config.json of a copy whose family had to be forced
 
 

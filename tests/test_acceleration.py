@@ -46,10 +46,11 @@ BIDIRECTIONAL = {
 }
 KINDS = ["gpt2", "qwen2", "llada", "gemma2", "modernbert", "dream", "gpt2 shifted"]
 SHIFTED = ["dream", "gpt2 shifted"]
-BLOCK_CAUSAL = ["sdar", "sdar_moe", "fast_dllm_v2", "stable_diffcoder", "a2d_qwen3", "a2d_qwen2", "a2d_llama"]
+BLOCK_CAUSAL = ["sdar", "sdar_moe", "llada2_moe", "fast_dllm_v2", "stable_diffcoder"]
+BLOCK_CAUSAL += ["a2d_qwen3", "a2d_qwen2", "a2d_llama"]
 MODULES = {
     **{name: f"mlx_lm.models.{name}" for name in ("gpt2", "qwen2", "llama", "gemma", "gemma2", "gemma3_text")},
-    **{name: f"mlx_dllm_plugin.models.{name}" for name in ("llada", "llada_moe", "modernbert")},
+    **{name: f"mlx_dllm_plugin.models.{name}" for name in ("llada", "llada_moe", "llada2_moe", "modernbert")},
     **{name: "mlx_lm.models.qwen2" for name in ("dream", "open_dcoder", "fast_dllm_v2", "a2d_qwen2")},
     **{name: "mlx_lm.models.qwen3" for name in ("sdar", "a2d_qwen3")},
     **{name: "mlx_lm.models.llama" for name in ("mistral", "stable_diffcoder", "a2d_llama")},
@@ -60,6 +61,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4},
     "modernbert": {"num_hidden_layers": 3, "local_attention": 12, "tie_word_embeddings": True},
     "llada_moe": {"num_experts": 4, "num_experts_per_tok": 2, "expert_intermediate_size": 16},
+    "llada2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "expert_capacity": 4,
+        "block_size": 8,
+    },
     "sdar_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -830,6 +838,7 @@ def test_unlike_rows_need_a_known_rank() -> None:
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "sdar": {},
     "sdar_moe": {},
+    "llada2_moe": {},
     "fast_dllm_v2": {"sub": 4},
     "stable_diffcoder": {},
     "a2d_qwen3": {},
@@ -871,7 +880,7 @@ def test_keeping_final_blocks_changes_nothing(name: str, block: int, sub: int | 
 
 
 @pytest.mark.parametrize("kept", ["none", "block"])
-@pytest.mark.parametrize("name", ["sdar", "fast_dllm_v2", "a2d_qwen3"])
+@pytest.mark.parametrize("name", ["sdar", "llada2_moe", "fast_dllm_v2", "a2d_qwen3"])
 def test_block_causal_rows_do_not_meet(name: str, kept: str) -> None:
     model = causal(name, 8, OF_FAMILY[name].get("sub"))
     prompts = [TEXT[:3], TEXT[4:26], TEXT[:8], TEXT[3:20]]

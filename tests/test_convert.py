@@ -63,6 +63,3 @@ def test_the_command_line_offers_the_recipes_beside_the_hosts() -> None:
     for recipe in ("mixed_full", "mixed_4_6"):
         given = configure_parser().parse_args(["--model", "x", "--quant-predicate", recipe])
         assert given.quant_predicate == recipe
-    assert (
-        configure_parser().parse_args(["--model", "x", "--quant-predicate", "mixed_4_6"]).quant_predicate == "mixed_4_6"
-    )

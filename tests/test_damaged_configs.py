@@ -26,6 +26,11 @@ WRONG = [
     ("llada-moe-tiny", "num_experts_per_tok", "2", "a positive integer"),
     ("llada-moe-tiny", "partial_rotary_factor", "1", "a number above 0"),
     ("llada-moe-tiny", "qk_layernorm", "x", "true or false"),
+    ("llada2_moe-v20", "rope_theta", "x", "a number above 0"),
+    ("llada2_moe-v22", "moe_intermediate_size", 0, "a positive integer"),
+    ("llada2_moe-v22", "num_experts", True, "a positive integer"),
+    ("llada2_moe-v22", "partial_rotary_factor", "0.5", "a number above 0"),
+    ("llada2_moe-v22", "tie_word_embeddings", 1, "true or false"),
     ("modernbert-tiny", "global_rope_theta", "x", "a number above 0"),
     ("dream-tiny", "rms_norm_eps", [1], "a number above 0"),
 ]

@@ -19,6 +19,8 @@ CHECKPOINTS = {
     "llada_dream/dream-tiny": "entropy",
     "llada_dream/modernbert-tiny": "mdlm",
     "block/sdar-b4": "low_confidence_dynamic",
+    "block/llada2_moe-v20": "low_confidence_dynamic",
+    "block/llada2_moe-v22": "joint_threshold_indel",
     "block/fast_dllm_v2-b32": "threshold",
     "block/a2d_qwen3-mdlm": "mdlm",
     "block/a2d_qwen3-bd3lm": "mdlm",

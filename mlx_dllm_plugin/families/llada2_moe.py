@@ -7,9 +7,11 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
+from ..spec import UNMASKING
 from . import Family, a2d, common, llada
 
 BLOCK = 32
+VOCABULARY, EDITS = 157184, (156930, 156931)  # of LLaDA2.2; DELETE and INSERT
 THETA = "rope_theta"
 # Keys that the model takes a default for: null counts as absent.
 _OPTIONAL = (
@@ -25,6 +27,9 @@ def version(checkpoint: Checkpoint) -> tuple[str, str | None]:
     """2.0, 2.1 or 2.2, and what says so; None: nothing does."""
     if checkpoint.config.get("expert_capacity"):
         return "2.2", "config.json (expert_capacity)"
+    kept = checkpoint.config.get(UNMASKING)
+    if kept in (_RULES["2.0"], _RULES["2.1"]):
+        return "2.1" if kept == _RULES["2.1"] else "2.0", f"config.json ({UNMASKING})"
     found = common.named(checkpoint, r"llada[-_]?2[._]([01])(?!\d)")
     return (f"2.{found[0][1]}", found[1]) if found else ("2.0", None)
 
@@ -75,7 +80,9 @@ def shape(checkpoint: Checkpoint) -> Values:
     if config.get("expert_capacity"):
         own["routing_block"] = (config.get("block_size") or BLOCK, "config.json (expert_capacity, block_size)")
     ids = tuple(config.get(key) for key in ("delete_token_id", "split_token_id"))
-    if any(token is not None for token in ids):
+    if number == "2.2" and ids == (None, None) and config.get("vocab_size") == VOCABULARY:
+        own["edit_token_ids"] = (EDITS, "LLaDA2.2's vocabulary")
+    elif any(token is not None for token in ids):
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids) or ids[0] == ids[1]:
             raise CheckpointError(
                 f"{checkpoint.path / 'config.json'}: delete_token_id and split_token_id must be two token ids, got "

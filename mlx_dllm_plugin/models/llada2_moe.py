@@ -113,11 +113,10 @@ def block_routing(
         pool = _best(blocks.max(axis=2), capacity)
         pool = mx.repeat(pool, block, axis=1)[:, :length] if length > block else pool
     else:
-        # One block more than needed, so that its number does not depend on where rows stand.
+        # One block more than needed, so that their number does not depend on where rows stand; what a row lacks of its
+        # first and last one is filled with the token next to it, which the block has anyhow.
         column = mx.arange((-(-length // block) + 1) * block)[None] - first[:, None]
-        inside = (column >= 0) & (column < length)
-        moved = mx.take_along_axis(ranked, mx.clip(column, 0, length - 1)[..., None], axis=1)
-        blocks = mx.where(inside[..., None], moved, -mx.inf).reshape(shape)
+        blocks = mx.take_along_axis(ranked, mx.clip(column, 0, length - 1)[..., None], axis=1).reshape(shape)
         number = (first[:, None] + mx.arange(length)[None]) // block
         pool = mx.take_along_axis(_best(blocks.max(axis=2), capacity), number[..., None], axis=1)
     return _weighted(scores, _first(mx.where(pool, ranked, -mx.inf), top_k), scale, normalize)
