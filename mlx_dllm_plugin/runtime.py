@@ -23,7 +23,8 @@ from .checkpoint import resolve_run_directory as _resolve
 from .decode import bidirectional_forward
 from .errors import CheckpointError, DiffusionError, note
 from .families import Family, a2d, family_of
-from .spec import ATTENTION, FORCED, DiffusionSpec, announce, detect, resolve
+from .spec import ATTENTION, FORCED, UNMASKING, DiffusionSpec, announce, detect, resolve
+from .tokenizers import repaired
 
 __all__ = ["A2DConfig", "bidirectional_forward", "complete_run", "load", "load_with_spec"]
 
@@ -84,8 +85,10 @@ def load(path_or_repo: str | Path, *, tokenizer: str | Path | None = None) -> tu
         model, config = load_with_spec(plain, checkpoint.path, family, resolve(checkpoint, family))
     extra = None if family is None else tokenizer_arguments(source, {})
     wrapper = inspect.unwrap(utils.load_tokenizer)(source, extra, eos_token_ids=config.get("eos_token_id"))
-    if family is not None and not family.thinks:
-        stop_thinking(wrapper)
+    if family is not None:
+        wrapper = repaired(wrapper, source)
+        if not family.thinks:
+            stop_thinking(wrapper)
     return model, wrapper, _a2d_of(checkpoint)
 
 
@@ -133,6 +136,8 @@ def load_with_spec(
         config[ATTENTION] = spec.attention
     if "'s name" in spec.sources.get("block_length", "") and spec.attention == "block_causal":
         config.setdefault("block_length", spec.defaults["block_length"])
+    if "'s name" in spec.sources.get("unmasking", ""):
+        config.setdefault(UNMASKING, spec.unmasking)
     model.diffusion_spec, model.diffusion_family = spec, family
     return model, config
 

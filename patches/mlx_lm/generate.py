@@ -88,8 +88,8 @@ def _refuse_on_autoregressive(model: Any, extra: dict[str, Any]) -> None:
 
 def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Request | None:
     """What the call asks for; None when the model is autoregressive. Raises DiffusionError."""
-    from ...checkpoint import affixes
     from ...options import LoadOptions, merge, split
+    from ...tokenizers import encode_prompt
 
     call = inspect.signature(original).bind(*args, **kwargs)
     given = dict(call.arguments)
@@ -130,11 +130,7 @@ def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
         tokenizer = _module().TokenizerWrapper(tokenizer)
     prompt = given["prompt"]
     if isinstance(prompt, str):
-        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(prompt, add_special_tokens=special)
-        if special and prompt and prompt[-1] in spec.eos_token_ids:
-            # What a tokenizer closes every text with must not stand before its continuation.
-            prompt = prompt[: len(prompt) - len(affixes(tokenizer)[1])]
+        prompt = encode_prompt(tokenizer, prompt, spec.eos_token_ids)
     prompt = _one_row(prompt)
     eos = {*tokenizer.eos_token_ids, *spec.stop_token_ids}
     options = merge({"eos_token_ids": tuple(sorted(eos))}, command.decoding if command else {}, decoding)

@@ -93,9 +93,10 @@ def load_tokenizer(
     original: Any, /, model_path: Any, tokenizer_config_extra: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """`load_tokenizer`, which takes the tokenizer from elsewhere on request, and of a diffusion checkpoint never makes
-    up an empty one, and runs none of its code unasked."""
+    up an empty one or leaves a broken one, and runs none of its code unasked."""
     from ...checkpoint import has_tokenizer, resolve_run_directory, stop_thinking, tokenizer_arguments
     from ...spec import detect_at
+    from ...tokenizers import repaired
 
     extra = dict(tokenizer_config_extra or {})
     if not is_applied("mlx_lm.utils", "load_model") and detect_at(Path(model_path)) is not None:
@@ -116,7 +117,7 @@ def load_tokenizer(
             "--tokenizer DIR, in Python tokenizer_config={'tokenizer': DIR}."
         )
     if diffusion:
-        tokenizer = original(model_path, tokenizer_arguments(path, extra), *args, **kwargs)
+        tokenizer = repaired(original(model_path, tokenizer_arguments(path, extra), *args, **kwargs), path, extra)
         if family is not None and not family.thinks:
             stop_thinking(tokenizer)
         return tokenizer
