@@ -84,8 +84,8 @@ class Logprobs:
 class Commit:
     """Tokens that one forward committed to a row: ``positions`` count from the start of the row's canvas, ascending;
     ``step`` counts the row's forwards from 0. ``masked`` are positions committed before that a rule which revises or
-    edits has masked again. A rule that edits commits positions again: whose token it changed, and those to which it
-    moved one."""
+    edits has masked again. A rule that edits commits positions again: those it writes, and those to which it moves a
+    token."""
 
     row: int
     step: int
@@ -605,8 +605,11 @@ def _edit(
         written = edited.written[i, part]
         changed = ~still & (written | (source != np.arange(len(own))))
         fresh = np.flatnonzero(written)
-        if row.samples and len(fresh):
+        if row.samples:
+            edits = row.plan.edit_token_ids or ()
+            text = draft.chosen_text[i, part][draft.masked[i, part]]
             _check_sampled(row, tokens[fresh])
+            _check_sampled(row, text[np.isin(text, edits)], edits)
         entries = dict(
             zip(fresh.tolist(), _entries(batch, states, seen, i, own[source[fresh]], tokens[fresh]), strict=True)
         )
@@ -655,8 +658,7 @@ def _draft(batch: Batch, states: mx.array, seen: _Seen, columns: list[np.ndarray
     def redraw(i: int, position: int, banned: int, sampled: bool) -> int:
         row = rows[i]
         logits = _logits_at(batch, states, seen, i, columns[i][position : position + 1])
-        for more in (batch.suppressed, batch.never):
-            logits = logits if more is None else logits + more[i]
+        logits = logits if batch.never is None else logits + batch.never[i]
         logits = mx.where(mx.arange(logits.shape[-1]) == banned, -mx.inf, logits)
         if not (sampled and row.samples):
             return int(np.array(mx.argmax(logits, axis=-1))[0])
@@ -923,9 +925,9 @@ def _call_sampler(sampler: Any, logprobs: mx.array) -> mx.array:
     return tokens.astype(mx.uint32)
 
 
-def _check_sampled(row: Row, tokens: np.ndarray) -> None:
+def _check_sampled(row: Row, tokens: np.ndarray, never: Sequence[int] = ()) -> None:
     for token in tokens.tolist():
-        if token >= row.vocab_size or token in row.plan.never:
+        if token >= row.vocab_size or token in row.plan.never or token in never:
             who = "The sampler" if row.options.sampler is not None else "Sampling"
             raise DiffusionError(
                 f"{who} returned token id {token}, which must not be emitted: it must choose among the tokens "

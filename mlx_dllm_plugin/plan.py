@@ -165,7 +165,7 @@ def plan_slots(
     # A checkpoint whose mask is its end of sequence (a2d's mask token "reuse") may emit it; a caller's list counts not.
     reused = mask in spec.eos_token_ids and not rule.drop_mask
     never = {*suppressed, *(() if reused else (mask,)), *(() if rule.moves else spec.edit_token_ids or ())}
-    if len(never) >= spec.vocab_size:
+    if len({*never, *(spec.edit_token_ids or ())}) >= spec.vocab_size:
         raise DiffusionError("suppress_tokens leaves no token to emit.")
     if len({*suppressed, *late}) >= spec.vocab_size:
         raise DiffusionError("begin_suppress_tokens leaves no token that a confidence could count.")
