@@ -274,6 +274,10 @@ def apply(module: ModuleType, patch: Patch | None = None) -> None:
         compat.check(module)
     except Exception as error:
         _active_boot.complain(f"{target} could not be compared with known versions: {_active_boot.describe(error)}")
+    if not patch.changes:  # leaned on, not changed
+        with _LOCK:
+            if _active:
+                _RECORDS[target, ""] = Record(target, "", "applied")
     for change in patch.changes:
         try:
             swap = change.prepare(module)

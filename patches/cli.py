@@ -147,7 +147,7 @@ def with_parser(old: ModuleType, parser: type[argparse.ArgumentParser]) -> Modul
 
 def with_options(old: ModuleType) -> ModuleType:
     """A copy of the argparse module whose parsers offer the option table."""
-    return with_parser(old, _Parser)
+    return with_parser(old, Parser)
 
 
 class _Unset:
@@ -160,9 +160,10 @@ class _Unset:
         return repr(self.default)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A host's parser with our options in a group of their own. What the host gets is unchanged."""
 
+    not_offered: tuple[str, ...] = ()  # names of options
     _ours: dict[str, argparse.Action] | None = None
 
     def _extend(self) -> dict[str, argparse.Action]:
@@ -172,7 +173,9 @@ class _Parser(argparse.ArgumentParser):
             self._ours = add_arguments(
                 group,
                 _PREFIX,
-                lambda o: not o.metadata["host"] and "--" + o.name.replace("_", "-") not in taken,
+                lambda o: (
+                    not (o.metadata["host"] or o.name in self.not_offered or "--" + o.name.replace("_", "-") in taken)
+                ),
             )
         return self._ours
 
@@ -202,11 +205,15 @@ class _Parser(argparse.ArgumentParser):
             _running.given, _running.host = given, namespace
             if _running.load.get("mode") == "diffusion":
                 _running.diffusion = True
-                if getattr(namespace, "model", "") is None:
-                    namespace.model = str(demo_path())
-                    note("no --model given: using the demo checkpoint that comes with the plugin")
-                check_host_options()
+                self.asked(namespace)
         return namespace, rest
+
+    def asked(self, namespace: argparse.Namespace) -> None:
+        """Diffusion was asked for: what is known to be wrong is said at once."""
+        if getattr(namespace, "model", "") is None:
+            namespace.model = str(demo_path())
+            note("no --model given: using the demo checkpoint that comes with the plugin")
+        check_host_options()
 
     def format_help(self) -> str:
         """The help, with what is registered: not looked up for anything else."""

@@ -1,4 +1,4 @@
-"""Conversion: recipes that keep what every token passes through more precise than the experts, and errors in one line."""
+"""Conversion: recipes that keep what every token passes through more precise than the experts; errors in one line."""
 
 from __future__ import annotations
 

@@ -1,0 +1,3 @@
+from . import leaning
+
+PATCH = leaning("llada2_moe")
