@@ -120,9 +120,10 @@ def get_model_and_args(original: Any, /, config: Any, *args: Any, **kwargs: Any)
 def load_processor(
     original: Any, /, model_path: Any, add_detokenizer: bool = True, eos_token_ids: Any = None, **kwargs: Any
 ) -> Any:
-    """`load_processor`: LLaDA2.2's tokenizer, with none of its code run unasked, and as its tokenizer.json says."""
+    """`load_processor`: LLaDA2's tokenizer as its tokenizer.json says, of 2.2 with none of its code run unasked."""
     path = Path(model_path)
-    if not commands.is_new(commands.config_at(path)):
+    config = commands.config_at(path)
+    if str(config.get("model_type")).lower() != served.FAMILY:
         return original(model_path, add_detokenizer, eos_token_ids, **kwargs)
     from mlx_vlm import utils as host
     from transformers import AutoTokenizer
@@ -131,6 +132,8 @@ def load_processor(
     from ...tokenizers import repaired
 
     given = {name: value for name, value in kwargs.items() if name not in _NOT_TOKENIZERS}
+    if not commands.is_new(config):
+        return repaired(original(model_path, add_detokenizer, eos_token_ids, **kwargs), path, given)
     processor = AutoTokenizer.from_pretrained(path, **tokenizer_arguments(path, given))
     if add_detokenizer:
         processor.detokenizer = host.load_tokenizer(path, return_tokenizer=False)(processor)
