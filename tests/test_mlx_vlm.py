@@ -28,7 +28,6 @@ from mlx_dllm_plugin import DecodingOptions, DiffusionError, compat, decode, pat
 from mlx_dllm_plugin.patches.mlx_vlm import requests, served
 from tests.tools import Runner, assert_one_sentence, copy_run, edit_json, make_ar_model, process
 
-
 QUESTION = "What is the capital of France?"
 EOS = [317]  # the goldens were made with this one alone
 
