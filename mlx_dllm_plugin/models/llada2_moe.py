@@ -9,11 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import BaseModelArgs, scaled_dot_product_attention
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from ..caches import AttentionPolicy
+from . import llada, llada_moe
 
 
 @dataclass
@@ -202,24 +202,13 @@ class Attention(nn.Module):
         return self.dense(out.transpose(0, 2, 1, 3).reshape(B, L, -1))
 
 
-class MLP(nn.Module):
-    def __init__(self, dim: int, hidden_dim: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
-
-    def __call__(self, x: mx.array, first: mx.array | None = None) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-
-
 class SparseMoeBlock(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.gate = Gate(args)
         self.switch_mlp = SwitchGLU(args.hidden_size, args.moe_intermediate_size, args.num_experts)
         if args.num_shared_experts:
-            self.shared_experts = MLP(args.hidden_size, args.moe_intermediate_size * args.num_shared_experts)
+            self.shared_experts = llada.MLP(args.hidden_size, args.moe_intermediate_size * args.num_shared_experts)
 
     def __call__(self, x: mx.array, first: mx.array | None = None) -> mx.array:
         """x [B, L, D] -> [B, L, D]."""
@@ -233,8 +222,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, args: ModelArgs, number: int):
         super().__init__()
         self.attention = Attention(args)
-        dense = number < args.first_k_dense_replace
-        self.mlp = MLP(args.hidden_size, args.intermediate_size) if dense else SparseMoeBlock(args)
+        self.sparse = number >= args.first_k_dense_replace
+        self.mlp: Any = SparseMoeBlock(args) if self.sparse else llada.MLP(args.hidden_size, args.intermediate_size)
         self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
@@ -242,7 +231,8 @@ class DecoderLayer(nn.Module):
         self, x: mx.array, mask: mx.array | None = None, cache: Any = None, first: mx.array | None = None
     ) -> mx.array:
         h = x + self.attention(self.input_layernorm(x), mask, cache)
-        return h + self.mlp(self.post_attention_layernorm(h), first)
+        x = self.post_attention_layernorm(h)
+        return h + (self.mlp(x, first) if self.sparse else self.mlp(x))
 
 
 class LLaDA2MoeModel(nn.Module):
@@ -289,18 +279,14 @@ class LLaDA2MoeModel(nn.Module):
         return None
 
 
-class Model(nn.Module):
+class Model(llada_moe.Model):
     def __init__(self, args: ModelArgs):
-        super().__init__()
+        nn.Module.__init__(self)
         self.args = args
         self.model_type = args.model_type
-        self.model = LLaDA2MoeModel(args)
+        self.model = LLaDA2MoeModel(args)  # type: ignore[assignment]
         if not args.tie_word_embeddings:
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
-
-    def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
-        """Ids [B, T] -> logits [B, T, V] of the tokens at the same positions."""
-        return self.head(self.model(inputs, cache, input_embeddings))
 
     def head(self, states: mx.array) -> mx.array:
         """Last hidden states [B, N, D] -> logits [B, N, V]."""
@@ -309,15 +295,9 @@ class Model(nn.Module):
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Weights with the experts stacked [E, out, in], unless they are already, with the router in float32 also where
         it was quantized, and without a copy of a tied head."""
-        dropped = ("lm_head.",) if self.args.tie_word_embeddings else ()
-        plain = {name: value for name, value in weights.items() if not name.startswith(dropped)}
+        plain = super().sanitize(weights)
         for i in range(self.args.num_hidden_layers):
             mlp = f"model.layers.{i}.mlp"
-            for part in ("gate_proj", "up_proj", "down_proj"):
-                for kind in ("weight", "scales", "biases"):
-                    if f"{mlp}.experts.0.{part}.{kind}" in plain:
-                        names = [f"{mlp}.experts.{e}.{part}.{kind}" for e in range(self.args.num_experts)]
-                        plain[f"{mlp}.switch_mlp.{part}.{kind}"] = mx.stack([plain.pop(name) for name in names])
             for kind in ("weight", "scales", "biases"):  # mlx-lm's name of a router of this kind
                 if f"{mlp}.gate.gate_proj.{kind}" in plain:
                     plain[f"{mlp}.gate.{kind}"] = plain.pop(f"{mlp}.gate.gate_proj.{kind}")
@@ -328,19 +308,6 @@ class Model(nn.Module):
                 if name in plain:
                     plain[name] = plain[name].astype(mx.float32)
         return plain
-
-    @property
-    def quant_predicate(self) -> Callable[[str, Any], bool]:
-        """The router stays in full precision: a rounded score picks another expert."""
-        return lambda path, _: not path.endswith("mlp.gate")
-
-    @property
-    def cast_predicate(self) -> Callable[[str], bool]:
-        return lambda path: "mlp.gate." not in path
-
-    @property
-    def layers(self) -> list[Any]:
-        return self.model.layers
 
 
 def _dequantized(weight: mx.array, scales: mx.array, biases: mx.array, width: int) -> mx.array:
