@@ -359,6 +359,8 @@ class Row:
         self.cut = False  # its canvas after that is to be overwritten
         self.block: Block | None = None
         self.settled = 0  # columns that the last forward saw as they stay
+        self.blocks = 0  # finished ones
+        self.capped = 0  # those of them that did not settle
         self.reason: str | None = None if plan.cap else "length"
         self.key: mx.array | None = None
 
@@ -421,9 +423,8 @@ class Row:
         if picked.done or (rule.edit is None and None not in self.tokens[slice(*self.span)]):
             self.stages.popleft()
             self.step, self.block = 0, None
-            if picked.done == "cap":
-                limit = self.plan.values["max_steps_per_block"]
-                note(f"warning: a block did not settle within max_steps_per_block {limit} and was completed as it is")
+            self.blocks += stage.block is not None
+            self.capped += picked.done == "cap"
             if stage.block is not None and None not in self.tokens[stage.start : stage.end]:
                 yield BlockDone(self.index, *stage.block, picked.done or "filled")
         first, final = self.released, len(slots)
@@ -435,6 +436,13 @@ class Row:
                 self.reason = "stop"
             elif self.released == self.plan.cap:
                 self.reason = "length"
+        if self.reason is not None and self.capped:
+            limit = self.plan.values["max_steps_per_block"]
+            note(
+                f"warning: {self.capped} of {self.blocks} blocks did not settle within max_steps_per_block {limit}: "
+                "completed as they stood",
+                apart=True,
+            )
         if self.released > first:
             new = slice(first, self.released)
             tokens, kept = tuple(self.tokens[new]), tuple(self.logprobs[new])  # type: ignore[arg-type]

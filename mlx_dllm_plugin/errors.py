@@ -19,6 +19,6 @@ class CheckpointError(DiffusionError, FileNotFoundError):
         return str(self.args[0]) if self.args else ""
 
 
-def note(message: str) -> None:
-    """Print one line for the user on stderr."""
-    print(f"{PREFIX} {message}", file=sys.stderr, flush=True)
+def note(message: str, *, apart: bool = False) -> None:
+    """Print one line for the user on stderr; ``apart`` from a text that may stand on the terminal's line."""
+    print(f"{chr(10) * apart}{PREFIX} {message}", file=sys.stderr, flush=True)

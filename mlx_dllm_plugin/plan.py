@@ -245,7 +245,9 @@ def in_force(spec: DiffusionSpec, options: DecodingOptions) -> InForce:
     given = [
         f"{name} {getattr(options, name)}"
         for name, option in DecodingOptions.__dataclass_fields__.items()
-        if getattr(options, name) is not None and (name in _STEERING or not option.metadata["common"])
+        if getattr(options, name) is not None
+        and (name in _STEERING or not option.metadata["common"])
+        and not (name == "unmasking" and options.unmasking == spec.unmasking)
     ]
     return InForce(
         settled,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -215,13 +215,13 @@ def mask_token_id_of(spec: DiffusionSpec, given: int | None, source: str = "the 
 
 
 def prepare(
-    path: Path, overrides: dict[str, Any] | None, options: LoadOptions, *, hints: bool = True
+    path: Path, overrides: dict[str, Any] | None, options: LoadOptions, *, decided: Collection[str] = ()
 ) -> tuple[Family, DiffusionSpec] | None:
     """
     What loading needs to know before any weight is read: the family and spec, or None for an autoregressive model.
 
     Args:
-        hints: say what had to be assumed.
+        decided: options of decoding that were given: what they decide is not assumed.
 
     Raises:
         DiffusionError: the checkpoint cannot be decoded in the mode asked for, in one sentence with the way out.
@@ -244,16 +244,17 @@ def prepare(
         )
     spec = resolve(checkpoint, family)
     check_mask_token_id(spec.mask_token_id, spec.vocab_size, spec.sources["mask_token_id"])
-    announce(checkpoint, family if hints else None)
+    announce(checkpoint, family, decided)
     return family, spec
 
 
-def announce(checkpoint: Checkpoint, family: Family | None) -> None:
-    """Say what the user should know of a checkpoint that is loaded: of its run, and what its family had to assume."""
+def announce(checkpoint: Checkpoint, family: Family | None, decided: Collection[str] = ()) -> None:
+    """Say what the user should know of a checkpoint that is loaded: of its run, and what its family had to assume, but
+    for what options have decided that this names."""
     if checkpoint.provenance:
         note(f"warning: {checkpoint.provenance}")
     hint = family.hint(checkpoint) if family is not None else None
-    if hint is not None:
+    if hint is not None and not any(f"--{name.replace('_', '-')} " in hint for name in decided):
         note(hint)
 
 

@@ -93,6 +93,10 @@ def _command(name: str, refuses: str) -> Iterator[None]:
             raise
         note("interrupted")
         raise SystemExit(130) from None
+    except EOFError:  # input that ends, as of a chat that is read from a pipe
+        if not command.diffusion:
+            raise
+        print()
     except Exception as error:
         if not command.diffusion or os.environ.get("MLX_DLLM_DEBUG") == "1":
             raise

@@ -1024,10 +1024,9 @@ def test_decoding_ends_whatever_the_model_says(rule: str, kind: str, capfd: pyte
         most = cap if rule == MOVES else own["max_post_steps"] + length
         assert found.nfe <= blocks * most and len(found.output) == 2 * length
         assert not SPECIAL & {*found.output} and not SPECIAL & {*found.states[-1]}
-        warnings = capfd.readouterr().err.splitlines()
-        line = f"warning: a block did not settle within max_steps_per_block {cap} and was completed as it is"
         capped = sum(reason == "cap" for _, _, reason in found.blocks)
-        assert warnings == [f"[mlx-dllm-plugin] {line}"] * capped
+        line = f"{capped} of {blocks} blocks did not settle within max_steps_per_block {cap}: completed as they stood"
+        assert capfd.readouterr().err == (f"\n[mlx-dllm-plugin] warning: {line}\n" if capped else "")
 
 
 def test_a_mask_that_is_most_probable_takes_its_share_of_the_probability() -> None:

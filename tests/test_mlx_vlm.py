@@ -574,6 +574,24 @@ def test_older_checkpoints_are_decoded_by_this_plugin_on_request(
             results(model, processor, "x", unmasking="joint_threshold", **wrong)
 
 
+def test_older_checkpoints_ask_for_nothing_and_say_what_is_left_out(
+    block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would ask on the terminal whether the checkpoint's code may run."""
+
+    def ask(*_: Any) -> str:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("builtins.input", ask)
+    path = copy_run(block / "llada2_moe-v21", tmp_path / "LLaDA2.1-mini")
+    _, processor = mlx_vlm.load(str(path))
+    assert processor.encode("a word") == mlx_lm.load(str(path))[1].encode("a word")
+    assert notes(capfd) == [
+        "LLaDA2.1-mini: mlx-vlm decodes it without edits unless editing_threshold is given; unmasking joint_threshold "
+        "is its makers' sampler."
+    ]
+
+
 def test_no_array_is_there_twice(block: Path) -> None:
     model, processor = mlx_vlm.load(str(block / "llada2_moe-v20"))
     ids = ids_of(cases(block / "llada2_moe-v20")[0])

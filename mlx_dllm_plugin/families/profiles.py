@@ -31,5 +31,7 @@ NOT_MEASURED = "not measured"
 
 def cost(profile: str, settings: Settings) -> str:
     """What a profile was measured to cost, of the settings that were measured."""
+    if not settings and profile != "exact":
+        return "the same as exact"
     measured = profile == "exact" or settings == BIDIRECTIONAL.get(profile)
     return COST[profile] if measured else NOT_MEASURED

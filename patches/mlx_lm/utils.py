@@ -76,8 +76,8 @@ def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     path = Path(given.pop("model_path"))
     path = _usable(path)
     command = cli.running()
-    decided = command is not None and "attention" in command.decoding
-    found = prepare(path, given["model_config"], cli.load_options(), hints=not decided)
+    decided = command.decoding if command is not None else ()
+    found = prepare(path, given["model_config"], cli.load_options(), decided=decided)
     if found is None:
         return original(path, **given)
     if command is not None:

@@ -180,7 +180,7 @@ def hint(model: Any) -> None:
     known = getattr(model, _ATTRIBUTE, None)
     assumed = known and known.family.hint(open_checkpoint(known.path))
     if assumed:
-        _say(assumed)
+        say(assumed)
 
 
 def _over(theirs: Any, known: Checkpoint) -> Any:
@@ -265,7 +265,7 @@ def other_decodes() -> bool:
 def say_who_loads(path: Path) -> None:
     """Where llada22_mlx is imported too, say once that its code is not in force."""
     if _OTHER in sys.modules:
-        _say(
+        say(
             f"{_OTHER} is imported too: mlx-dllm-plugin loads and decodes {path.name}, not {_OTHER} "
             f"(MLX_DLLM_PLUGIN=0 leaves it to {_OTHER})."
         )
@@ -278,10 +278,10 @@ def say_who_decodes(model: Any) -> None:
 
 
 def say_other() -> None:
-    _say(f"{_OTHER} is imported, and has put its own code into mlx-vlm: it decodes LLaDA2.2, not mlx-dllm-plugin.")
+    say(f"{_OTHER} is imported, and has put its own code into mlx-vlm: it decodes LLaDA2.2, not mlx-dllm-plugin.")
 
 
-def _say(sentence: str) -> None:
+def say(sentence: str) -> None:
     if sentence not in _said:
         _said.add(sentence)
         note(sentence)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import DiffusionError
 from .. import Patch, Redirect, cli, is_applied
-from . import commands, served
+from . import commands, requests, served
 
 _ROAD = (
     ("mlx_vlm.generate.diffusion", "_has_model_diffusion_generator"),
@@ -47,6 +47,12 @@ def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
             model.config.mask_token_id = spec.mask_token_id
         if command is not None and command.decoding:
             command.diffusion = True
+        edits = command is not None and getattr(command.host, "editing_threshold", None) is not None
+        if spec.unmasking == "joint_threshold" and not edits and not requests.asked_of_us({}):
+            served.say(
+                f"{path.name}: mlx-vlm decodes it without edits unless editing_threshold is given; unmasking "
+                "joint_threshold is its makers' sampler."
+            )
     return model
 
 
@@ -133,6 +139,7 @@ def load_processor(
 
     given = {name: value for name, value in kwargs.items() if name not in _NOT_TOKENIZERS}
     if not commands.is_new(config):
+        kwargs = tokenizer_arguments(path, kwargs)  # else transformers asks whether code may run, and waits
         return repaired(original(model_path, add_detokenizer, eos_token_ids, **kwargs), path, given)
     processor = AutoTokenizer.from_pretrained(path, **tokenizer_arguments(path, given))
     if add_detokenizer:
