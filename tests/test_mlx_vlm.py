@@ -587,8 +587,8 @@ def test_older_checkpoints_ask_for_nothing_and_say_what_is_left_out(
     _, processor = mlx_vlm.load(str(path))
     assert processor.encode("a word") == mlx_lm.load(str(path))[1].encode("a word")
     assert notes(capfd) == [
-        "LLaDA2.1-mini: mlx-vlm decodes it without edits unless editing_threshold is given; unmasking joint_threshold "
-        "is its makers' sampler."
+        "[mlx-dllm-plugin] LLaDA2.1-mini: mlx-vlm decodes it without edits unless editing_threshold is given; unmasking "
+        "joint_threshold is its makers' sampler."
     ]
 
 
