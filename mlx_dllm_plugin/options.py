@@ -528,11 +528,12 @@ def _checked(option: Field[Any], value: Any) -> Any:
     elif kind == "bool":
         good = isinstance(value, bool)
     elif kind == "ints":
+        value = value.tolist() if hasattr(value, "tolist") else value
         value = (value,) if isinstance(value, int) else value
         good = isinstance(value, (list, tuple, set, frozenset)) and all(
-            isinstance(v, int) and not isinstance(v, bool) and valid(v) for v in value
+            isinstance(v, numbers.Integral) and not isinstance(v, bool) and valid(v) for v in value
         )
-        value = tuple(sorted(value)) if good else value
+        value = tuple(sorted(int(v) for v in value)) if good else value
     else:
         good = isinstance(value, str) and bool(value) and (not choices or value in choices)
     if not good or (valid is not None and kind in ("int", "float") and not valid(value)):

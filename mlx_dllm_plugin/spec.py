@@ -167,7 +167,7 @@ def resolve(checkpoint: Checkpoint, family: Family) -> DiffusionSpec:
     shape: dict[str, Any] = {name: own[name][0] if name in own else getattr(family, name) for name in _SHAPE}
     profiles = family.profiles or STANDARD[shape["attention"]]
     only = {"profiles": profiles, **{name: own[name][0] for name in _CHECKPOINTS if name in own}}
-    _check_edit_token_ids(only.get("edit_token_ids"), mask, vocab_size, where)
+    _check_edit_token_ids(only.get("edit_token_ids"), (mask, *eos), vocab_size, where)
     return DiffusionSpec(
         family=family.name,
         **shape,
@@ -194,11 +194,12 @@ def check_mask_token_id(mask: Any, vocab_size: int, source: str) -> None:
         )
 
 
-def _check_edit_token_ids(ids: tuple[int, int] | None, mask: Any, vocab_size: int, where: Path) -> None:
+def _check_edit_token_ids(ids: tuple[int, int] | None, others: tuple[Any, ...], vocab_size: int, where: Path) -> None:
     for token in ids or ():
-        if not 0 <= token < vocab_size or token == mask:
+        if not 0 <= token < vocab_size or token in others:
             raise CheckpointError(
-                f"{where}: the tokens of edits must be ids below {vocab_size} and not the mask {mask}, got {token}."
+                f"{where}: the tokens of edits must be ids below {vocab_size}, not the mask and no end of sequence "
+                f"({', '.join(map(str, others))}), got {token}."
             )
 
 

@@ -125,7 +125,10 @@ def refusing(what: str) -> Callable[..., Any]:
     """A replacement of a function of a `model` (and perhaps a `draft_model`) that cannot take diffusion models."""
 
     def replacement(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+        try:
+            given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+        except TypeError:
+            given = {}  # for the host to say, with its own name
         for name in ("model", "draft_model"):
             refuse_if_diffusion(given.get(name), what)
         return original(*args, **kwargs)

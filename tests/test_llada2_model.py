@@ -616,9 +616,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (V22, {"split_token_id": None}, "must be two token ids, got 314 and None"),
     (V22, {"split_token_id": 314}, "must be two token ids, got 314 and 314"),
     (V22, {"delete_token_id": "314"}, "must be two token ids, got '314' and 315"),
-    (V22, {"delete_token_id": 352}, "must be ids below 352 and not the mask 320, got 352"),
-    (V22, {"delete_token_id": -1}, "must be ids below 352 and not the mask 320, got -1"),
-    (V22, {"split_token_id": 320}, "must be ids below 352 and not the mask 320, got 320"),
+    (
+        V22,
+        {"delete_token_id": 352},
+        "must be ids below 352 not the mask and no end of sequence (320, 317, 325), got 352",
+    ),
+    (V22, {"delete_token_id": -1}, "must be ids below 352 not the mask and no end of sequence (320, 317, 325), got -1"),
+    (
+        V22,
+        {"split_token_id": 320},
+        "must be ids below 352 not the mask and no end of sequence (320, 317, 325), got 320",
+    ),
     (V20, {"n_group": 3}, "16 experts cannot be 3 groups (n_group) of two or more"),
     (V20, {"n_group": 16}, "16 experts cannot be 16 groups (n_group) of two or more"),
     (V20, {"n_group": 0}, "n_group must be an integer of 1 or more, got 0"),
@@ -709,6 +717,35 @@ def test_the_edit_tokens_of_the_published_vocabulary_are_known(goldens: Path, tm
     assert spec_at(path)[0].edit_token_ids is None
     (path / "config.json").write_text(json.dumps({**config, "vocab_size": 157184}))
     assert spec_at(path)[0].edit_token_ids == (156930, 156931)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"expert_capacity": ...}, ("names the edit tokens of LLaDA2.2", "no expert_capacity")),
+        ({"expert_capacity": 0}, ("names the edit tokens of LLaDA2.2", "no expert_capacity")),
+        ({"delete_token_id": EOS}, ("no end of sequence", f"got {EOS}")),
+        ({"rope_theta": 10000}, ("rope_theta 10000, and 3000000 inside rope_parameters",)),
+    ],
+)
+def test_contradictions_are_refused(
+    changes: dict[str, Any], words: tuple[str, ...], goldens: Path, tmp_path: Path
+) -> None:
+    path = copied(goldens, V22, tmp_path / "model")
+    edit_json(path / "config.json", **changes)
+    with pytest.raises(CheckpointError) as error:
+        utils.load_model(path)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_bias_that_is_no_number_is_refused(goldens: Path, tmp_path: Path) -> None:
+    """It only ranks experts: no logit would tell."""
+    path = copied(goldens, V22, tmp_path / "model")
+    weights = mx.load(str(path / "model.safetensors"))
+    weights["model.layers.1.mlp.gate.expert_bias"] = mx.full((16,), mx.nan)
+    mx.save_safetensors(str(path / "model.safetensors"), weights)
+    with pytest.raises(CheckpointError, match="model.layers.1.mlp.gate.expert_bias that are not finite"):
+        utils.load_model(path)
 
 
 def test_specs_of_the_versions(goldens: Path, tmp_path: Path) -> None:

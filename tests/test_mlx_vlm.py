@@ -25,6 +25,7 @@ from mlx_vlm.prompt_utils import apply_chat_template
 
 import mlx_dllm_plugin
 from mlx_dllm_plugin import DecodingOptions, DiffusionError, compat, decode, patches
+from mlx_dllm_plugin.errors import CheckpointError
 from mlx_dllm_plugin.patches.mlx_vlm import requests, served
 from tests.tools import Runner, assert_one_sentence, copy_run, edit_json, make_ar_model, process
 
@@ -382,6 +383,41 @@ def test_a_request_is_refused_in_one_sentence(
     assert capfd.readouterr().out == ""
 
 
+def test_values_that_mean_nothing_are_refused(v22: tuple[Any, Any], prompt: str, ar: Path) -> None:
+    for given, sentence in (
+        ({"eos_tokens": [None]}, "eos_tokens must be texts or token ids, got None."),
+        (
+            {"diffusion_show_unmasking": True, "diffusion_unmasking_interval": "x"},
+            "diffusion_unmasking_interval must be a positive integer, got 'x'.",
+        ),
+    ):
+        with pytest.raises(DiffusionError) as error:
+            results(*v22, prompt, max_tokens=4, **given)
+        assert str(error.value) == sentence
+
+
+def test_a_tokenizer_that_is_missing_is_said(block: Path, tmp_path: Path) -> None:
+    for version in ("v20", "v22"):
+        path = copy_run(block / f"llada2_moe-{version}", tmp_path / version)
+        (path / "tokenizer.json").unlink()
+        with pytest.raises(CheckpointError, match="has no tokenizer files"):
+            mlx_vlm.load(str(path))
+
+
+@pytest.mark.parametrize("lost", [{"expert_capacity": ...}, {"expert_capacity": {}}])
+def test_a_config_that_lost_what_makes_it_22_is_refused(block: Path, tmp_path: Path, lost: dict[str, Any]) -> None:
+    path = copy_run(block / "llada2_moe-v22", tmp_path / "copy")
+    edit_json(path / "config.json", **lost)
+    with pytest.raises(CheckpointError, match="expert_capacity"):
+        mlx_vlm.load(str(path))
+
+
+def test_none_asks_for_nothing(block: Path) -> None:
+    model, processor = mlx_vlm.load(str(block / "llada2_moe-v20"))
+    ids = ids_of(cases(block / "llada2_moe-v20")[0])
+    assert tokens(model, processor, ids, unmasking=None, profile=None) == tokens(model, processor, ids)
+
+
 def test_names_that_nobody_knows_are_not_swallowed(v22: tuple[Any, Any], prompt: str) -> None:
     for name in ("treshold", "family", "tokenizer"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
@@ -587,8 +623,8 @@ def test_older_checkpoints_ask_for_nothing_and_say_what_is_left_out(
     _, processor = mlx_vlm.load(str(path))
     assert processor.encode("a word") == mlx_lm.load(str(path))[1].encode("a word")
     assert notes(capfd) == [
-        "[mlx-dllm-plugin] LLaDA2.1-mini: mlx-vlm decodes it without edits unless editing_threshold is given; unmasking "
-        "joint_threshold is its makers' sampler."
+        "[mlx-dllm-plugin] LLaDA2.1-mini: mlx-vlm decodes it without edits unless editing_threshold is given; "
+        "unmasking joint_threshold is its makers' sampler."
     ]
 
 

@@ -121,6 +121,13 @@ def test_numbers_that_float32_makes_infinite_are_refused(name: str) -> None:
     refused(f"{name} 1e+39 is too large: give at most 1e+30.", **{name: 1e39})
 
 
+def test_ids_of_numpy_are_ids() -> None:
+    for given in (np.array([3, 1]), [np.int64(1), np.int32(3)], np.int64(3)):
+        ids = DecodingOptions(suppress_tokens=given).suppress_tokens
+        assert ids in ((1, 3), (3,)) and {type(token) for token in ids} == {int}
+    refused("suppress_tokens must be token ids, 0 or more, got [1.5].", suppress_tokens=np.array([1.5]))
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     options = DecodingOptions(max_tokens=np.int64(3), temp=np.float32(0.5), seed=np.uint8(7))
     assert (options.max_tokens, options.temp, options.seed) == (3, 0.5, 7)

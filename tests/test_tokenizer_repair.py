@@ -359,6 +359,25 @@ def test_a_tokenizer_that_stays_different_is_refused(
         repaired(broken, sdar)
 
 
+def test_ids_with_a_gap_are_refused(sdar: Path, tmp_path: Path) -> None:
+    """The library numbers what follows a missing token anew."""
+    folder = planted(sdar, tmp_path / "gap", None)
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    missing, after = tokens[-2], tokens[-1]
+    edit_tokenizer(folder, added_tokens=[token for token in tokens if token is not missing])
+    with pytest.raises(CheckpointError) as error:
+        load_tokenizer(folder)
+    assert f"gives the token {after['content']!r} the id {after['id']}" in str(error.value)
+
+
+def test_rules_that_do_not_go_with_the_vocabulary_give_way(
+    sdar: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = planted(sdar, tmp_path / "bert", "BertTokenizer")
+    check(load_tokenizer(folder), folder)
+    assert len(notes(capfd)) == 1
+
+
 def test_a_file_that_is_no_tokenizer(sdar: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(sdar)
     copy = copy_run(sdar, tmp_path / "sdar")

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from ..spec import UNMASKING
@@ -80,6 +84,12 @@ def shape(checkpoint: Checkpoint) -> Values:
     if config.get("expert_capacity"):
         own["routing_block"] = (config.get("block_size") or BLOCK, "config.json (expert_capacity, block_size)")
     ids = tuple(config.get(key) for key in ("delete_token_id", "split_token_id"))
+    if number != "2.2" and ids != (None, None):
+        raise CheckpointError(
+            f"{checkpoint.path / 'config.json'} names the edit tokens of LLaDA2.2 (delete_token_id, split_token_id) "
+            "and no expert_capacity, without which its experts would be chosen wrong: copy config.json from the "
+            "original."
+        )
     if number == "2.2" and ids == (None, None) and config.get("vocab_size") == VOCABULARY:
         own["edit_token_ids"] = (EDITS, "LLaDA2.2's vocabulary")
     elif any(token is not None for token in ids):
@@ -136,6 +146,15 @@ def hint(checkpoint: Checkpoint) -> str | None:
     )
 
 
+def repair(model: Any, config: dict[str, Any]) -> None:
+    """Nothing is changed. Raises CheckpointError for biases that are no numbers: they only rank experts, so that no
+    logit would tell."""
+    parameters: list[Any] = tree_flatten(model.parameters())
+    for name, value in parameters:
+        if name.endswith(".expert_bias") and not np.isfinite(np.array(value.astype(mx.float32))).all():
+            raise CheckpointError(f"The weights have numbers in {name} that are not finite: they are damaged.")
+
+
 def prepare_config(config: dict[str, Any]) -> None:
     for key in _OPTIONAL:
         if config.get(key, 0) is None:
@@ -148,8 +167,13 @@ def prepare_config(config: dict[str, Any]) -> None:
                 for name, value in config[key].items()
                 if not name.endswith((".mlp.gate", ".mlp.gate.gate_proj"))
             }
-    a2d.lift_rope(config)
     rope = config.get("rope_parameters")
+    inside = rope.get(THETA) if isinstance(rope, dict) else None
+    if inside is not None and config.get(THETA, inside) != inside:
+        raise CheckpointError(
+            f"config.json says rope_theta {config[THETA]!r}, and {inside!r} inside rope_parameters: keep the right one."
+        )
+    a2d.lift_rope(config)
     if isinstance(rope, dict) and rope.get("partial_rotary_factor") is not None:
         config.setdefault("partial_rotary_factor", rope["partial_rotary_factor"])
     llada.default_rope(config, config.get("rope_scaling"))
@@ -201,6 +225,7 @@ FAMILY = Family(
     mask_token="<|mask|>",
     mask_token_id=156895,
     prepare_config=prepare_config,
+    repair=repair,
     sanitize=common.plain_experts,
     about="inclusionAI/LLaDA2.0-{mini,flash}, inclusionAI/LLaDA2.1-{mini,flash}, inclusionAI/LLaDA2.2-{mini,flash}",
     verified=(

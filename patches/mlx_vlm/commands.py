@@ -72,7 +72,8 @@ def ours_at(path: Path) -> Any:
 def is_new(config: dict[str, Any]) -> bool:
     """Whether a config.json is one of LLaDA2.2, whose routing and edits mlx-vlm's model does not have."""
     kind = str(config.get("model_type")).lower()
-    return kind == served.FAMILY and bool(config.get("expert_capacity"))
+    own = ("expert_capacity", "delete_token_id", "split_token_id")
+    return kind == served.FAMILY and any(config.get(name) not in (None, 0, False) for name in own)
 
 
 def refuse_checkpoint(path: Any, what: str) -> None:

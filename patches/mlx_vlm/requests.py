@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 from ...errors import DiffusionError
@@ -208,7 +209,10 @@ def sort_out(
     options = options_of(given, eos)
     if options.unmasking is None:
         served.hint(model)
-    drafts = int(given.get("diffusion_unmasking_interval") or 1) if given.get("diffusion_show_unmasking") else 0
+    drafts = given.get("diffusion_unmasking_interval") or 1
+    if not isinstance(drafts, Integral) or drafts < 1:
+        raise DiffusionError(f"diffusion_unmasking_interval must be a positive integer, got {drafts!r}.")
+    drafts = int(drafts) if given.get("diffusion_show_unmasking") else 0
     prompt = one_row(input_ids, attention_mask)
     return Request(served.decoder_of(model), spec, prompt, options, stops, drafts, {} if report is None else report)
 
@@ -235,7 +239,11 @@ def _stops(spec: Any, tokenizer: Any, more: Any) -> tuple[tuple[int, ...], Calla
     ids = set(spec.eos_token_ids if listed is None else listed) | set(spec.stop_token_ids)
     for token in [more] if isinstance(more, (str, int)) else more or ():
         # As mlx-vlm reads them: the last token of the text after a space.
-        ids.add(tokenizer.encode(f" {token}", add_special_tokens=False)[-1] if isinstance(token, str) else token)
+        if isinstance(token, str):
+            token = tokenizer.encode(f" {token}", add_special_tokens=False)[-1]
+        elif not isinstance(token, Integral):
+            raise DiffusionError(f"eos_tokens must be texts or token ids, got {token!r}.")
+        ids.add(int(token))
     custom = callable(criteria) and type(criteria) is not StoppingCriteria
     return tuple(sorted(i for i in ids if i < spec.vocab_size)), criteria if custom else None
 

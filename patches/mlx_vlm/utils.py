@@ -9,7 +9,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from ...errors import DiffusionError
+from ...errors import CheckpointError, DiffusionError
 from .. import Patch, Redirect, cli, is_applied
 from . import commands, requests, served
 
@@ -134,9 +134,13 @@ def load_processor(
     from mlx_vlm import utils as host
     from transformers import AutoTokenizer
 
-    from ...checkpoint import tokenizer_arguments
+    from ...checkpoint import has_tokenizer, tokenizer_arguments
     from ...tokenizers import repaired
 
+    if not has_tokenizer(path):
+        raise CheckpointError(
+            f"{path} has no tokenizer files (tokenizer.json, vocab.json, tokenizer.model): copy them from the original."
+        )
     given = {name: value for name, value in kwargs.items() if name not in _NOT_TOKENIZERS}
     if not commands.is_new(config):
         kwargs = tokenizer_arguments(path, kwargs)  # else transformers asks whether code may run, and waits

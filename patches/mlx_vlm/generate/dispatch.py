@@ -32,7 +32,8 @@ def _for_theirs(model: Any, extra: dict[str, Any]) -> dict[str, Any]:
         mode = extra["mode"]
         extra = {name: value for name, value in extra.items() if name != "mode"}
     command = cli.running()
-    ours = sorted({*(command.decoding if command else ()), *({"unmasking", "profile"} & set(extra))})
+    asked = {name for name in ("unmasking", "profile") if extra.get(name) is not None}
+    ours = sorted({*(command.decoding if command else ()), *asked})
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if ours:
         raise DiffusionError(
