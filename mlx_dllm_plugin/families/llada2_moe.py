@@ -149,7 +149,7 @@ def hint(checkpoint: Checkpoint) -> str | None:
 def repair(model: Any, config: dict[str, Any]) -> None:
     """Nothing is changed. Raises CheckpointError for biases that are no numbers: they only rank experts, so that no
     logit would tell."""
-    parameters: list[Any] = tree_flatten(model.parameters())
+    parameters: Any = tree_flatten(model.parameters())
     for name, value in parameters:
         if name.endswith(".expert_bias") and not np.isfinite(np.array(value.astype(mx.float32))).all():
             raise CheckpointError(f"The weights have numbers in {name} that are not finite: they are damaged.")
