@@ -854,7 +854,9 @@ def _choose(
         nothing = allowed.max(axis=-1, keepdims=True) == -mx.inf
         allowed = mx.where(nothing & (mx.arange(allowed.shape[-1]) == best), 0.0, allowed)
     tokens, scored = mx.argmax(allowed, axis=-1), mx.argmax(counted, axis=-1)
-    best = best_text = text = mx.array(tokens)
+    text = tokens
+    if rule.edit is not None:
+        best = best_text = mx.array(tokens)  # what is drawn below is written into tokens and text
     if batch.edits is not None:
         plain = allowed + batch.edits
         text = mx.argmax(plain, axis=-1)
@@ -877,8 +879,6 @@ def _choose(
         counted = counted + batch.late
     if rule.edit is None:
         return tokens, Candidates(counted, scored, noise, batch.values, batch.mask_ids), ()
-    if batch.edits is None:
-        text = tokens
     within = mx.minimum(tokens, counted.shape[-1] - 1)
     return tokens, Candidates(counted, within, noise, batch.values, batch.mask_ids, best=best), (best, text, best_text)
 

@@ -12,6 +12,7 @@ from .errors import DiffusionError
 from .families.profiles import STANDARD
 from .options import DecodingOptions, approximations
 from .samplers import RULES, Rule, users
+from .samplers.low_confidence import share
 from .spec import DiffusionSpec, mask_token_id_of
 
 FROZEN = ("prefix", "dual")  # caches that freeze what would change
@@ -595,7 +596,7 @@ def _share(rule: Rule, total: int, blocks: int, number: int) -> int:
     """The steps of one of several blocks."""
     if rule.steps_round_up:
         return -(-total // blocks)
-    return total // blocks + (number < total % blocks)
+    return share(total, blocks, number)
 
 
 def _counts(rule: Rule, masks: int, steps: int | None, values: Mapping[str, Any]) -> tuple[tuple[float, ...], int]:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import Candidates, Rule
+from .low_confidence import share
 
 TRIES = 5  # to leave a state that was there before
 
@@ -101,8 +102,7 @@ def surest(draft: Draft, least: np.ndarray) -> np.ndarray:
 
 def need(masks: np.ndarray, steps: np.ndarray, step: np.ndarray) -> np.ndarray:
     """What an even schedule fills in this step of a block that began with ``masks``; all of them after its end."""
-    share = masks // np.maximum(steps, 1) + (step < masks % np.maximum(steps, 1))
-    return np.where(step < steps, share, masks)
+    return np.where(step < steps, share(masks, steps, step), masks)
 
 
 def edit_in_place(draft: Draft) -> Edited:
@@ -140,7 +140,8 @@ def edit_with_moves(draft: Draft) -> Edited:
     without an original mask, and the ``max_steps_per_block``-th of all, fill every mask and write no edit token.
     """
     values, masked, original = draft.values, draft.masked, draft.original
-    ids = draft.edit_token_ids or ()
+    ids = draft.edit_token_ids
+    assert ids is not None  # see plan.py
     total = masked.sum(axis=1, keepdims=True)
     unresolved = (original & masked).sum(axis=1, keepdims=True)
     post = np.where(unresolved > 0, 0, draft.post + 1)
@@ -162,9 +163,7 @@ def edit_with_moves(draft: Draft) -> Edited:
             _leave(draft, row, new, fill)
         draft.seen[row].add(_state(draft, row, new, fill))
 
-    tokens, still, original, source = edit_scan(
-        new, masked & ~fill, draft.tokens, masked, original, draft.there, draft.edit_token_ids
-    )
+    tokens, still, original, source = edit_scan(new, masked & ~fill, draft.tokens, masked, original, draft.there, ids)
     full = ~still.any(axis=1)
     stable = full & ~masked.any(axis=1) & ~((tokens != draft.tokens) & draft.there).any(axis=1)
     spent = full & (post + 1 > most)[:, 0]
@@ -207,7 +206,7 @@ def edit_scan(
     masked: np.ndarray,
     original: np.ndarray,
     there: np.ndarray,
-    edit_token_ids: tuple[int, int] | None,
+    edit_token_ids: tuple[int, int],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """
     Let DELETE and INSERT act, from left to right at a fixed length: DELETE leaves nothing; INSERT leaves a mask and
@@ -222,9 +221,6 @@ def edit_scan(
     Returns:
         tokens, masked, original, source: as in :class:`Edited` [B, N].
     """
-    place = np.broadcast_to(np.arange(new.shape[1]), new.shape)
-    if edit_token_ids is None:
-        return new, still, original, place
     delete, insert = (there & ~still & (new == token) for token in edit_token_ids)
     length = there.sum(axis=1, keepdims=True)
     size = np.where(delete | ~there, 0, 1 + insert)

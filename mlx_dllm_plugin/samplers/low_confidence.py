@@ -12,9 +12,15 @@ from . import Candidates, Rule
 GUIDED = frozenset({"cfg_scale", "cfg_keep_tokens", "eos_flags"})
 
 
+def share(total: Any, parts: Any, number: Any) -> Any:
+    """What one of several parts gets of a total, of integers or arrays of them: the quotient, and one more in as many
+    of the first parts as are left over (LLaDA's get_num_transfer_tokens)."""
+    return total // parts + (number < total % parts)
+
+
 def even_schedule(masks: int, steps: int, values: Mapping[str, Any]) -> list[int]:
-    """masks // steps per step, one more in the first masks % steps (LLaDA's get_num_transfer_tokens)."""
-    return [masks // steps + (step < masks % steps) for step in range(steps)]
+    """The masks shared among the steps."""
+    return [share(masks, steps, step) for step in range(steps)]
 
 
 def token_probability(candidates: Candidates) -> mx.array:
