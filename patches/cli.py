@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -115,14 +115,15 @@ def refuse(what: str) -> DiffusionError:
     )
 
 
-def refuse_if_diffusion(model: Any, what: str) -> None:
+def refuse_if_diffusion(model: Any, what: str, refuse: Callable[[str], DiffusionError] = refuse) -> None:
     """Raises DiffusionError when the model has a diffusion spec."""
     if getattr(model, "diffusion_spec", None) is not None:
         raise refuse(what)
 
 
-def refusing(what: str) -> Callable[..., Any]:
-    """A replacement of a function of a `model` (and perhaps a `draft_model`) that cannot take diffusion models."""
+def refusing(what: str, refuse: Callable[[str], DiffusionError] = refuse) -> Callable[..., Any]:
+    """A replacement of a function of a `model` (and perhaps a `draft_model`) that cannot take diffusion models, and
+    says what `refuse` makes of its name."""
 
     def replacement(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -130,7 +131,7 @@ def refusing(what: str) -> Callable[..., Any]:
         except TypeError:
             given = {}  # for the host to say, with its own name
         for name in ("model", "draft_model"):
-            refuse_if_diffusion(given.get(name), what)
+            refuse_if_diffusion(given.get(name), what, refuse)
         return original(*args, **kwargs)
 
     return replacement
@@ -259,11 +260,23 @@ NO_MEANING = {
 }
 
 
-def refuse_meaningless(values: dict[str, Any], spelled: Callable[[str], str] = str) -> None:
-    """Raises DiffusionError when an autoregressive option is set."""
-    for name, why in NO_MEANING.items():
-        if values.get(name) is not None:
+def refuse_meaningless(
+    values: Mapping[str, Any],
+    spelled: Callable[[str], str] = str,
+    meaningless: Mapping[str, str] = NO_MEANING,
+    is_set: Callable[[str, Any], bool] = lambda name, value: value is not None,
+) -> None:
+    """Raises DiffusionError when an option is set that has no meaning here, of those whose reasons are given."""
+    for name, why in meaningless.items():
+        if is_set(name, values.get(name)):
             raise DiffusionError(f"{spelled(name)} does not work with diffusion ({why}): leave it out.")
+
+
+def print_diffusion(unmasking: str, forwards: int, tokens: int, columns: int, settings: str, more: str = "") -> None:
+    """What verbose output says of how a text was made."""
+    count = f"{forwards} forward{'s' * (forwards != 1)}, {tokens / forwards:.2f} tokens per forward"
+    print(f"Diffusion: {unmasking}, {count}, {columns} columns computed{more}")
+    print(f"Profile: {settings}")
 
 
 def check_host_options(vocab_size: int | None = None) -> None:

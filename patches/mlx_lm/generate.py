@@ -264,13 +264,8 @@ def generate(original: Any, /, *args: Any, **kwargs: Any) -> str:
 def _print_statistics(response: Any, first: float) -> None:
     print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
     print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
-    per_forward = response.generation_tokens / response.forwards
-    forwards = f"{response.forwards} forward{'s' * (response.forwards != 1)}"
-    print(
-        f"Diffusion: {response.unmasking}, {forwards}, {per_forward:.2f} tokens per forward, "
-        f"{response.columns} columns computed, first token after {first:.3f} s"
-    )
-    print(f"Profile: {response.settings}")
+    how = response.unmasking, response.forwards, response.generation_tokens, response.columns, response.settings
+    cli.print_diffusion(*how, f", first token after {first:.3f} s")
     print(f"Peak memory: {response.peak_memory:.3f} GB")
 
 

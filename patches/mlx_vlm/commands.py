@@ -28,14 +28,7 @@ def refuse(what: str) -> DiffusionError:
 
 def refusing(what: str) -> Callable[..., Any]:
     """A replacement of a function of a `model` (and perhaps a `draft_model`) that cannot take ours."""
-
-    def replacement(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-        if any(served.is_ours(given.get(name)) for name in ("model", "draft_model")):
-            raise refuse(what)
-        return original(*args, **kwargs)
-
-    return replacement
+    return cli.refusing(what, refuse)
 
 
 def ours_at(path: Path) -> Any:

@@ -126,9 +126,7 @@ def refuse_meaningless(
     given: Mapping[str, Any], spelled: Callable[[str], str] = str, but: Collection[str] = ()
 ) -> None:
     """Raises DiffusionError for an option that is set and has no meaning. ``but``: those that have."""
-    for name, why in NO_MEANING.items():
-        if name not in but and is_set(name, given.get(name)):
-            raise DiffusionError(f"{spelled(name)} does not work with diffusion ({why}): leave it out.")
+    cli.refuse_meaningless(given, spelled, {name: why for name, why in NO_MEANING.items() if name not in but}, is_set)
 
 
 def refuse_mode(spec: Any, given: Mapping[str, Any]) -> None:

@@ -78,12 +78,8 @@ def generate(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     given["kwargs"] = {**extra, requests.REPORT: report}
     result = original(*call.args, **call.kwargs)
     if given.get("verbose") and report.get("forwards"):
-        forwards, count = report["forwards"], result.generation_tokens
-        print(
-            f"Diffusion: {report['unmasking']}, {forwards} forward{'s' * (forwards != 1)}, "
-            f"{count / forwards:.2f} tokens per forward, {report['columns']} columns computed"
-        )
-        print(f"Profile: {report['settings']}")
+        how = report["unmasking"], report["forwards"], result.generation_tokens, report["columns"], report["settings"]
+        cli.print_diffusion(*how)
     return result
 
 
