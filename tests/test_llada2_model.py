@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import mlx_vlm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -25,6 +26,7 @@ from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.families.llada2_moe import version
 from mlx_dllm_plugin.models import llada2_moe
 from mlx_dllm_plugin.models.llada2_moe import block_routing, group_routing, mixed
+from mlx_dllm_plugin.patches.mlx_vlm import served
 from mlx_dllm_plugin.plan import plan, profiled
 from mlx_dllm_plugin.spec import detect, resolve
 from tests.tools import copy_run, edit_json
@@ -85,10 +87,15 @@ def blocks(model: Any, ends: list[int], width: int, stored: list[int] | None = N
 
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("cached", [False, True], ids=["alone", "with our cache"])
+@pytest.mark.parametrize("host", ["mlx-lm", "mlx-vlm"])
 def test_states_experts_and_logits_are_the_goldens(
-    name: str, cached: bool, goldens: Path, experts: list[tuple[np.ndarray, np.ndarray]]
+    host: str, name: str, cached: bool, goldens: Path, experts: list[tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    model, arrays = model_of(goldens, name), np.load(goldens / "block" / name / "golden.npz")
+    if host == "mlx-lm":
+        model = model_of(goldens, name)
+    else:
+        model = served.decoder_of(mlx_vlm.utils.load_model(goldens / "block" / name))
+    arrays = np.load(goldens / "block" / name / "golden.npz")
     golden = json.loads((goldens / "block" / name / "golden.json").read_text())
     for number in "01":
         ids, hidden = mx.array(arrays[f"ids{number}"])[None], arrays[f"hidden{number}"]

@@ -27,6 +27,7 @@ import mlx_dllm_plugin
 from mlx_dllm_plugin import DecodingOptions, DiffusionError, compat, decode, patches
 from mlx_dllm_plugin.errors import CheckpointError
 from mlx_dllm_plugin.patches.mlx_vlm import requests, served
+from tests.goldens import llada2
 from tests.tools import Runner, assert_one_sentence, copy_run, edit_json, make_ar_model, process
 
 QUESTION = "What is the capital of France?"
@@ -94,15 +95,22 @@ def test_the_model_cards_example(v22: tuple[Any, Any], prompt: str, block: Path)
     assert result.diffusion_work_tokens >= 32 * case["nfe"] and result.diffusion_canvas_tokens == 96 - 33
 
 
-@pytest.mark.parametrize("number", range(17))
-def test_every_golden_of_llada22(v22: tuple[Any, Any], block: Path, number: int) -> None:
-    case = cases(block / "llada2_moe-v22")[number]
-    if case["target"] != "tokens":
-        pytest.skip(case["target_note"])
-    settings = dict(case["settings"])
-    steps = max(settings.pop("steps"), 1)  # none at all says the same
-    given = {"max_tokens": settings.pop("gen_length"), "max_denoising_steps": steps, **settings}
-    assert tokens(*v22, ids_of(case), eos_token_ids=EOS, **given) == case["output_ids"]
+@pytest.mark.parametrize("version", ["v20", "v21", "v22", "v22-b8"])
+def test_every_golden_through_mlx_vlm(version: str, block: Path) -> None:
+    """Ids and forwards as the host reports them; and on the model that it has loaded, what every forward saw."""
+    path = block / f"llada2_moe-{version}"
+    golden = json.loads((path / "golden.json").read_text())
+    model, processor = mlx_vlm.load(str(path))
+    assert len(golden["generations"]) >= 15
+    for case in golden["generations"]:
+        assert case["target"] == "tokens"
+        assert llada2.generation(golden, case, served.decoder_of(model)) == "", case["name"]
+        given = llada2.options_of(golden, case)
+        last = results(model, processor, "", input_ids=ids_of(case), **given)[-1]
+        assert last.token_ids == case["output_ids"], case["name"]
+        # 2.0 and 2.1 go on where nothing changes any more.
+        assert last.diffusion_denoising_steps == case["nfe"] or version in ("v20", "v21")
+        assert 0 < last.diffusion_denoising_steps <= case["nfe"]
 
 
 def test_the_model_has_the_face_that_mlx_vlm_expects(v22: tuple[Any, Any], block: Path) -> None:

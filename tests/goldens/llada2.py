@@ -46,9 +46,9 @@ def replay(folder: Path, kinds: Sequence[str]) -> Iterator[Row]:
 # Runs on checkpoints
 
 
-def generation(golden: dict[str, Any], case: dict[str, Any], model: Any) -> str:
-    """A run of a version's own sampler: ids, what every forward saw, and the number of forwards."""
-    settings, prompt, version = case["settings"], case["prompt_ids"], golden["variant"]
+def options_of(golden: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """The options that make a run what its version's own sampler does."""
+    settings, version = case["settings"], golden["variant"]
     shared: dict[str, Any] = {
         "mask_token_id": golden["ids"]["mask"],
         "eos_token_ids": (golden["ids"]["eos"],),
@@ -68,6 +68,13 @@ def generation(golden: dict[str, Any], case: dict[str, Any], model: Any) -> str:
         else:
             # No step of a schedule and one step are the same: all masks in the first forward.
             shared |= {"unmasking": "joint_threshold_indel", "max_denoising_steps": max(settings["steps"], 1)}
+    return shared
+
+
+def generation(golden: dict[str, Any], case: dict[str, Any], model: Any) -> str:
+    """A run of a version's own sampler: ids, what every forward saw, and the number of forwards."""
+    settings, prompt, version = case["settings"], case["prompt_ids"], golden["variant"]
+    shared = options_of(golden, case)
     run = Run(stream_decode(model, [prompt], DecodingOptions(**shared)), prompt, shared["mask_token_id"])
     if run.output != case["output_ids"]:
         wrong = sum(a != b for a, b in zip(run.output, case["output_ids"], strict=False))
