@@ -7,6 +7,7 @@ with what undoes it. A change that does not fit turns itself off with one line o
 """
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -14,12 +15,13 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from .. import _active_boot, compat
+from ..compat import Judgement, Lean
 from . import mlx_lm, mlx_vlm
 
 _MISSING: Any = object()
@@ -97,16 +99,31 @@ class Replace:
 
 @dataclass(frozen=True)
 class Patch:
-    """The changes of one upstream module. `reason` says what is lost while they are off."""
+    """What is done with one upstream module: its changes, and what else is leaned on in it. `reason` says what is lost
+    while they are off."""
 
     target: str
     reason: str
-    changes: tuple[Redirect | Replace, ...]
+    changes: tuple[Redirect | Replace, ...] = ()
+    leans: tuple[Lean, ...] = ()
 
     def __post_init__(self) -> None:
         symbols = [change.symbol for change in self.changes]
         if len(set(symbols)) < len(symbols):
             raise ValueError(f"the patch of {self.target} changes a symbol twice: {', '.join(symbols)}")
+
+    def leaned_on(self) -> tuple[Lean, ...]:
+        """Every symbol that the changes need, and those that are only called or built upon, each once."""
+        found: dict[str, Lean] = {}
+        for change in self.changes:
+            lost = change.reason or self.reason
+            found[change.symbol] = Lean(change.symbol, getattr(change, "parameters", ()), lost=lost)
+        for change in self.changes:
+            for name in getattr(change, "needs", ()):
+                found.setdefault(name, Lean(name, called=True, lost=change.reason or self.reason))
+        for lean in self.leans:
+            found.setdefault(lean.symbol, replace(lean, lost=lean.lost or self.reason))
+        return tuple(found.values())
 
 
 @dataclass(frozen=True)
@@ -193,7 +210,9 @@ class _NameSwap(_Swap):
             setattr(self.owner, self.name, self.before)
 
 
-_TARGETS: dict[str, str] = {}  # upstream module -> module of its patch
+_TARGETS: dict[str, ModuleType] = {}  # upstream module -> package that says what is done with it
+_MET: set[str] = set()  # hosts of which a module was compared
+_INCOMPARABLE: set[str] = set()  # those where that failed, which is said once
 _SWAPS: dict[tuple[str, str], list[_Swap]] = {}  # (target, symbol) -> what was done, in order
 _RECORDS: dict[tuple[str, str], Record] = {}
 _active = False
@@ -202,9 +221,43 @@ _TRANSITION = threading.RLock()  # one activate() or deactivate() at a time
 
 
 def add_host(package: ModuleType) -> None:
-    """Register a package of patch files: named like the host, with the host's patched modules in `MODULES`."""
+    """Register a package of patch files: named like the host, with the host's patched modules in `MODULES`, and in
+    `LEANS` those that stay as they are: (what is lost without them, what is leaned on)."""
     host = package.__name__.rpartition(".")[2]
-    _TARGETS.update({f"{host}.{name}": f"{package.__name__}.{name}" for name in package.MODULES})
+    _TARGETS.update({f"{host}.{name}": package for name in (*package.MODULES, *_leans(package))})
+
+
+def _leans(package: ModuleType) -> dict[str, tuple[str, tuple[str | Lean, ...]]]:
+    return getattr(package, "LEANS", {})
+
+
+def patch_of(target: str) -> Patch:
+    """What is done with an upstream module. Raises what a broken patch file raises."""
+    package = _TARGETS[target]
+    name = target.partition(".")[2]
+    if name in _leans(package):
+        reason, leans = _leans(package)[name]
+        return Patch(target, reason, leans=tuple(Lean(lean) if isinstance(lean, str) else lean for lean in leans))
+    patch = importlib.import_module(f"{package.__name__}.{name}").PATCH
+    if patch.target != target:
+        raise PatchError(f"its file patches {patch.target!r}")
+    return patch
+
+
+def leaned_on(host: str) -> dict[str, tuple[Lean, ...]]:
+    """Everything that is leaned on in a host."""
+    found = {}
+    for target in _TARGETS:
+        if target.startswith(f"{host}."):
+            with contextlib.suppress(Exception):  # a broken patch file: said when its module is imported
+                found[target] = patch_of(target).leaned_on()
+    return found
+
+
+def judge(host: str) -> list[Judgement]:
+    """What every symbol is that is leaned on in an installed host, without importing it; [] if it is not installed."""
+    found = compat.installed(host)
+    return [] if found is None else compat.judge_once(found, leaned_on(host))
 
 
 def is_active() -> bool:
@@ -221,6 +274,8 @@ def activate() -> None:
         with _LOCK:
             _active = True
             _RECORDS.clear()
+            _MET.clear()
+            _INCOMPARABLE.clear()
             stage_1 = _active_boot.FINDER
             if stage_1 in sys.meta_path:  # the same place: tools that came later stay in front
                 sys.meta_path[sys.meta_path.index(stage_1)] = _HOOKS
@@ -264,31 +319,54 @@ def apply(module: ModuleType, patch: Patch | None = None) -> None:
     """Apply a patch (default: the one of the module's file here) while active. Never raises; faults are one line."""
     target = module.__name__
     try:
-        patch = patch or importlib.import_module(_TARGETS[target]).PATCH
-        if patch.target != target:
-            raise PatchError(f"its file patches {patch.target!r}")
+        patch = patch or patch_of(target)
     except Exception as error:
-        _disable(module, "", f"its patch cannot be read: {_active_boot.describe(error)}", "", error)
+        _disable(target, "", f"its patch cannot be read: {_active_boot.describe(error)}", "", error)
         return
-    try:
-        compat.check(module)
-    except Exception as error:
-        _active_boot.complain(f"{target} could not be compared with known versions: {_active_boot.describe(error)}")
-    if not patch.changes:  # leaned on, not changed
-        with _LOCK:
-            if _active:
-                _RECORDS[target, ""] = Record(target, "", "applied")
+    misfits = _compare(module)
+    for lean in patch.leans:
+        if lean.symbol in misfits:
+            _disable(target, lean.symbol, misfits[lean.symbol], lean.lost or patch.reason)
     for change in patch.changes:
         try:
+            for name in ("", change.symbol, *getattr(change, "needs", ())):
+                if name in misfits:
+                    raise PatchError(misfits[name])
             swap = change.prepare(module)
         except PatchError as error:
-            _disable(module, change.symbol, str(error), change.reason or patch.reason)
+            _disable(target, change.symbol, str(error), change.reason or patch.reason)
         except Exception as error:
-            _disable(module, change.symbol, _active_boot.describe(error), change.reason or patch.reason, error)
+            _disable(target, change.symbol, _active_boot.describe(error), change.reason or patch.reason, error)
         else:
             with _LOCK:
                 if _active:
                     _commit(target, change.symbol, swap)
+
+
+def _compare(module: ModuleType) -> dict[str, str]:
+    """The symbols of a module that do not fit what leans on them, and why. With the first module of a host, what is
+    gone of it is off."""
+    target = module.__name__
+    host = target.partition(".")[0]
+    leans = functools.partial(leaned_on, host)
+    if host in _INCOMPARABLE:
+        return {}
+    try:
+        if host not in _MET:
+            _MET.add(host)
+            for judgement in compat.gone(module, leans):
+                _disable(judgement.target, "", judgement.detail, judgement.lost)
+        misfits = {j.symbol: j.detail for j in compat.check(module, leans) if j.verdict == "incompatible"}
+    except Exception as error:
+        _INCOMPARABLE.add(host)
+        why = _active_boot.describe(error)
+        _active_boot.complain(f"{compat.describe_host(host)} could not be compared with known versions: {why}", error)
+        return {}
+    try:
+        compat.warn_of_drift(host)
+    except Warning as warning:  # python -W error: a host must never fail because of us
+        _active_boot.complain(str(warning))
+    return misfits
 
 
 def _commit(target: str, symbol: str, swap: _Swap) -> None:
@@ -303,24 +381,30 @@ def status() -> list[Record]:
     """The state of every change, sorted. Modules whose patch was not read yet have one record with symbol ""."""
     with _LOCK:
         if not _active:
-            return [Record(target, "", "disabled", "the plugin is not active") for target in sorted(_TARGETS)]
+            return [Record(target, "", "disabled", "the plugin is not active") for target in sorted(_patched())]
         seen = {target for target, _ in _RECORDS}
-        waiting = [Record(target, "", "pending", "not imported yet") for target in _TARGETS if target not in seen]
+        waiting = [Record(target, "", "pending", "not imported yet") for target in _patched() if target not in seen]
         return sorted([*_RECORDS.values(), *waiting], key=lambda record: (record.target, record.symbol))
+
+
+def _patched() -> list[str]:
+    """The upstream modules that have a patch file; the others are leaned on as they are."""
+    return [target for target, package in _TARGETS.items() if target.partition(".")[2] in package.MODULES]
 
 
 def is_applied(target: str, symbol: str) -> bool:
     """Whether a change is in force, or will be when its module is imported."""
     with _LOCK:
-        record = _RECORDS.get((target, symbol))
+        record = _RECORDS.get((target, "")) or _RECORDS.get((target, symbol))
         return _active and (record.state == "applied" if record else target not in sys.modules)
 
 
-def _disable(module: ModuleType, symbol: str, problem: str, lost: str, error: Exception | None = None) -> None:
-    target = module.__name__
+def _disable(target: str, symbol: str, problem: str, lost: str, error: Exception | None = None) -> None:
     with _LOCK:
         _RECORDS[target, symbol] = Record(target, symbol, "disabled", problem)
-    what = f"the patch of {target}.{symbol} is off" if symbol else f"the patch of {target} is off"
+    what = f"{target}.{symbol}" if symbol else target
+    leaned = target in _TARGETS and target not in _patched()
+    what = f"{what} is not as known" if leaned else f"the patch of {what} is off"
     lost = f" Without it: {lost.rstrip('.')}." if lost else ""
     _active_boot.complain(f"{compat.describe_host(target)}: {what}, {problem}.{lost}", error)
 

@@ -121,12 +121,12 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def copy_plugin(root: Path, toys: dict[str, str]) -> Path:
-    """The plugin as it is installed, with other patch files, no fingerprints and no engine."""
+    """The plugin as it is installed, with other patch files, no records and no engine."""
     source, target = Path(mlx_dllm_plugin.__file__).parent, root / "mlx_dllm_plugin"
     target.mkdir(parents=True)
     for file in source.glob("*.py"):
         shutil.copy(file, target)
-    write(target, {"models/__init__.py": "", "compat/known.json": "{}"})
+    write(target, {"models/__init__.py": ""})
     for package in (patches, compat):
         folder = target / package.__name__.rpartition(".")[2]
         folder.mkdir(exist_ok=True)

@@ -1,5 +1,7 @@
-"""Fingerprints of the patched upstream files, and the one warning when they are others."""
+"""Records of upstream versions, the four verdicts, what is said when a host is imported, and the two commands."""
 
+import ast
+import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -18,13 +20,36 @@ import pytest
 
 import mlx_dllm_plugin
 from mlx_dllm_plugin import compat, patches
+from mlx_dllm_plugin.compat import Installed, Judgement
+from mlx_dllm_plugin.compat import __main__ as command
+from mlx_dllm_plugin.families import FAMILIES
 
+ROOT = Path(__file__).parent.parent
+LEANS = {host: patches.leaned_on(host) for host in ("mlx_lm", "mlx_vlm")}
+LEANED = [(target, lean.symbol) for leans in LEANS.values() for target, wanted in leans.items() for lean in wanted]
 NEW = {"mlx_vlm.train", "mlx_vlm.trainer.api"}  # that the first tested release does not have
-PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
+
+
+def upstream(host: str) -> Installed:
+    found = compat.installed(host)
+    if found is None:
+        pytest.skip(f"{host} is not installed")
+    return found
+
+
+def files_of(host: str) -> Path:
+    return Path(importlib.util.find_spec(host).origin).parents[1]  # type: ignore[union-attr, arg-type]
+
+
+def file_of(target: str) -> str:
+    return target.replace(".", "/") + ".py"
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def test_tested_range_is_what_pyproject_says():
-    text = PYPROJECT.read_text()
+    text = (ROOT / "pyproject.toml").read_text()
     project = tomllib.loads(text)["project"]
     stated = re.search(r"# Tested with (mlx-lm) (\S+) to (\S+) and (mlx-vlm) (\S+) to (\S+) ", text)
     assert stated is not None
@@ -34,151 +59,593 @@ def test_tested_range_is_what_pyproject_says():
         assert f"mlx-vlm>={compat.TESTED['mlx-vlm'][0]}" in project["optional-dependencies"][extra]
 
 
-def test_every_patched_module_is_known_for_the_tested_range():
-    assert set(compat.known()) == set(patches._TARGETS)
-    for target, releases in compat.known().items():
-        first, last = compat.TESTED[target.partition(".")[0].replace("_", "-")]
-        assert last in releases and (first in releases or target in NEW)
-        assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in releases.values())
+@pytest.mark.parametrize("package", compat.TESTED)
+def test_the_records_span_the_tested_range_and_hold_all_that_is_leaned_on(package):
+    versions = compat.releases(package)
+    assert (versions[0], versions[-1]) == compat.TESTED[package]
+    leans = LEANS[package.replace("-", "_")]
+    symbols = {file_of(target): {lean.symbol for lean in wanted} for target, wanted in leans.items()}
+    for version in versions:
+        record = compat.record_of(package, version)
+        assert record is not None
+        missing = set(symbols) - set(record)
+        assert missing == {file_of(target) for target in NEW} & set(symbols) & missing
+        for name, entry in record.items():
+            assert re.fullmatch("[0-9a-f]{64}", entry["sha256"])
+            assert set(entry["symbols"]) == symbols[name], (version, name)
+            assert all(re.fullmatch("[0-9a-f]{16}", hashed) for hashed, _ in entry["symbols"].values())
+    assert set(record) == set(symbols)
 
 
-@pytest.mark.parametrize("target", sorted(compat.known()))
-def test_fingerprints_are_those_of_the_installed_release(target):
+@pytest.mark.parametrize("host", LEANS)
+def test_the_record_is_that_of_the_installed_release(host):
+    found = upstream(host)
+    if found.version not in compat.releases(found.package):
+        pytest.skip(f"{found.package} {found.version} is not recorded")
+    written = json.loads((Path(compat.__file__).parent / f"upstream/{found.package}-{found.version}.json").read_text())
+    assert compat.make_record(found, LEANS[host]) == written
+    assert {judgement.verdict for judgement in compat.judge(found, LEANS[host])} == {"known"}
+
+
+def _used() -> set[tuple[str, str]]:
+    """(upstream module, name) that the package imports, or takes from a module it imported."""
+    used = set()
+    for file in [*ROOT.glob("mlx_dllm_plugin/**/*.py"), *ROOT.glob("patches/**/*.py")]:
+        tree = ast.parse(file.read_text())
+        modules = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("mlx_"):
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    if importlib.util.find_spec(full) if node.module in LEANS else False:
+                        modules[alias.asname or alias.name] = full
+                    elif node.module.partition(".")[0] in LEANS:
+                        used.add((node.module, alias.name))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                used.add((modules[node.value.id], node.attr))
+            # `_module()` is the module that a patch file patches
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "_module()":
+                used.add((".".join(file.relative_to(ROOT / "patches").with_suffix("").parts), node.attr))
+    return {(module, name) for module, name in used if name != "items"}
+
+
+def test_everything_that_is_used_is_leaned_on():
+    upstream("mlx_vlm")
+    used = _used()
+    assert {("mlx_lm.models.base", "create_attention_mask"), ("mlx_lm.utils", "load_model")} < used
+    assert ("mlx_vlm.models.base", "LanguageModelOutput") in used
+    assert used <= set(LEANED)
+
+
+def test_the_models_of_all_families_are_leaned_on():
+    stock = set()
+    for family in FAMILIES.builtin():
+        configs = [{"model_type": kind} for kind in family.model_types]
+        for config in configs:
+            try:
+                stock.add(family.architecture(config) if family.architecture else f"mlx_lm.models.{family.name}")
+            except Exception:  # needs more of the config: then the module is ours
+                continue
+    theirs = {name.replace("mistral", "llama") for name in stock if name.startswith("mlx_lm.")}
+    assert {"mlx_lm.models.gpt2", "mlx_lm.models.qwen3_moe"} < theirs
+    assert {(name, "*") for name in theirs} <= set(LEANED)
+
+
+# --- the four verdicts ------------------------------------------------------------------------------------------------
+
+
+def edited(found: Installed, edits: dict[str, tuple[str, str] | None], version: str = "99.0") -> list[Judgement]:
+    """The judgements of a host where texts of files are replaced, or files are gone (None), that are not "known"."""
+
+    def read(name: str) -> bytes | None:
+        data = found.read(name)
+        if name not in edits or data is None:
+            return data
+        edit = edits[name]
+        if edit is None:
+            return None
+        old, new = (part.encode() for part in edit)
+        assert old in data, (name, old)
+        return data.replace(old, new)
+
+    host = dataclasses.replace(found, version=version, read=read)
+    judged = compat.judge(host, LEANS[host.package.replace("-", "_")])
+    return [judgement for judgement in judged if judgement.verdict != "known"]
+
+
+def verdicts(judgements: list[Judgement]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for judgement in judgements:
+        found.setdefault(judgement.verdict, set()).add(judgement.symbol)
+    return found
+
+
+def test_an_unknown_version_with_known_files_is_known():
+    assert edited(upstream("mlx_lm"), {}) == []
+
+
+def test_another_comment_is_the_same():
+    found = edited(upstream("mlx_lm"), {"mlx_lm/generate.py": ("import argparse\n", "import argparse  # new\n")})
+    assert set(verdicts(found)) == {"same"} and {judgement.target for judgement in found} == {"mlx_lm.generate"}
+    assert verdicts(found)["same"] == {lean.symbol for lean in LEANS["mlx_lm"]["mlx_lm.generate"]}
+
+
+def test_another_body_is_changed():
+    old = "class GenerationResponse:\n"
+    found = edited(upstream("mlx_lm"), {"mlx_lm/generate.py": (old, old + "    extra = 1\n")})
+    assert verdicts(found)["changed"] == {"GenerationResponse"} and set(verdicts(found)) == {"same", "changed"}
+
+
+def test_a_model_whose_layers_changed_is_changed():
+    found = edited(upstream("mlx_lm"), {"mlx_lm/models/gpt2.py": ("nn.gelu_approx", "nn.gelu")})
+    assert [(j.target, j.symbol, j.verdict) for j in found] == [
+        ("mlx_lm.models.gpt2", "Model", "same"),
+        ("mlx_lm.models.gpt2", "*", "changed"),
+    ]
+
+
+def test_a_parameter_that_is_gone_is_incompatible():
+    edit = ("    draft_model: Optional[nn.Module] = None,\n", "    drafts: Optional[nn.Module] = None,\n")
+    found = edited(upstream("mlx_lm"), {"mlx_lm/generate.py": edit})
+    (wrong,) = [judgement for judgement in found if judgement.verdict == "incompatible"]
+    assert wrong.symbol == "stream_generate" and "no parameter 'draft_model' where expected (model" in wrong.detail
+    assert wrong.lost == "diffusion checkpoints cannot be decoded"
+
+
+def test_a_parameter_that_is_new_and_needed():
+    """Of a function that is called here that does not fit; of one that is redirected its callers give it."""
+    edit = ("def swiglu(gate, x)", "def swiglu(gate, x, new)")
+    found = edited(upstream("mlx_lm"), {"mlx_lm/models/activations.py": edit})
+    assert [(j.symbol, j.verdict, j.detail) for j in found] == [
+        ("swiglu", "incompatible", "swiglu needs another argument, 'new'")
+    ]
+    edit = ("def load_tokenizer(model_path", "def load_tokenizer(new, model_path")
+    assert verdicts(edited(upstream("mlx_lm"), {"mlx_lm/utils.py": edit}))["changed"] == {"load_tokenizer"}
+
+
+@pytest.mark.parametrize(("target", "symbol"), [(t, s) for t, s in LEANED if s != "*"])
+def test_every_symbol_that_is_gone_is_incompatible_and_no_other(target, symbol):
     host = target.partition(".")[0]
-    version = importlib.metadata.version(host.replace("_", "-"))
-    file = Path(importlib.util.find_spec(host).origin).parents[1] / (target.replace(".", "/") + ".py")  # type: ignore
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    if version in compat.known()[target]:
-        assert compat.known()[target][version] == digest
-    else:
-        assert compat._is_known(target, compat, str(file)) is (digest in compat.known()[target].values())
+    found = upstream(host)
+    name = symbol.rpartition(".")[2]
+    data = (found.read(file_of(target)) or b"").decode()
+    if not data:
+        pytest.skip(f"{found.package} {found.version} has no {target}")
+    text = re.sub(rf"\b{name}\b", f"{name}_moved", data)
+    assert text != data
+    judged = edited(found, {file_of(target): (data, text)})
+    gone = {j.symbol for j in judged if j.detail == f"there is no {j.symbol}"}
+    same_name = {lean.symbol for lean in LEANS[host][target] if name in lean.symbol.split(".")}
+    assert symbol in gone and gone <= same_name
+    assert all(j.lost for j in judged if j.verdict == "incompatible")
+    assert {j.target for j in judged} == {target}
 
 
-def test_known_files_cost_under_5_ms(recwarn):
-    targets = {name: importlib.util.find_spec(name.partition(".")[0]).origin for name in compat.known()}  # type: ignore
+@pytest.mark.parametrize("target", [*LEANS["mlx_lm"], *LEANS["mlx_vlm"]])
+def test_every_file_that_is_gone_is_incompatible(target):
+    found = upstream(target.partition(".")[0])
+    if found.read(file_of(target)) is None:
+        pytest.skip(f"{found.package} {found.version} has no {target}")
+    (gone,) = edited(found, {file_of(target): None})
+    assert (gone.target, gone.symbol, gone.verdict) == (target, "", "incompatible")
+    assert gone.detail == f"there is no {target}" and gone.lost
+
+
+def test_a_file_that_older_releases_do_not_have_is_not_missed():
+    found = upstream("mlx_vlm")
+    assert edited(found, {file_of(target): None for target in NEW}, version="0.7.1") == []
+    assert len(edited(found, {file_of(target): None for target in NEW}, version="0.7.10")) == 2
+    assert edited(found, {file_of(target): None for target in NEW}, version="0.6") == []
+    assert len(edited(found, {file_of(target): None for target in NEW}, version="not a version")) == 2
+
+
+def test_a_module_that_became_a_package_is_judged_by_its_init():
+    found = upstream("mlx_lm")
+
+    def read(name: str) -> bytes | None:
+        if name == "mlx_lm/generate/__init__.py":
+            return (found.read("mlx_lm/generate.py") or b"") + b"\n# moved\n"
+        return None if name == "mlx_lm/generate.py" else found.read(name)
+
+    judged = compat.judge(dataclasses.replace(found, read=read), LEANS["mlx_lm"])
+    moved = {j.verdict for j in judged if j.target == "mlx_lm.generate"}
+    assert moved == {"same"} and {j.verdict for j in judged} == {"known", "same"}
+
+
+def test_a_function_that_is_imported_from_elsewhere_is_changed():
+    found = upstream("mlx_lm")
+    text = (found.read("mlx_lm/sample_utils.py") or b"").decode()
+    start = text.index("def make_sampler(")
+    end = text.index("\ndef ", start)
+    edit = (text[start:end], "from .elsewhere import make_sampler\n")
+    assert verdicts(edited(found, {"mlx_lm/sample_utils.py": edit}))["changed"] == {"make_sampler"}
+
+
+def test_a_file_that_cannot_be_read_is_incompatible():
+    (judged,) = edited(upstream("mlx_lm"), {"mlx_lm/cli.py": ("def main", "def def main")})
+    assert judged.verdict == "incompatible" and judged.detail.startswith("mlx_lm/cli.py cannot be read (invalid syntax")
+
+
+# --- edited copies, imported ------------------------------------------------------------------------------------------
+
+MODEL = str(mlx_dllm_plugin.demo_path())
+SHOW = f"""
+import sys, mlx_lm
+model, tokenizer = mlx_lm.load({MODEL!r})
+prompt = tokenizer.apply_chat_template([{{"role": "user", "content": "What is 47 + 38?"}}], add_generation_prompt=True)
+print("|", mlx_lm.generate(model, tokenizer, prompt, unmasking="threshold"))
+from mlx_dllm_plugin import patches
+print([[r.target, r.symbol, r.detail] for r in patches.status() if r.state == "disabled"])
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with a copy of the installed mlx_lm that may be edited, for PYTHONPATH."""
+    upstream("mlx_lm")
+    ignored = shutil.ignore_patterns("__pycache__", "examples")
+    shutil.copytree(files_of("mlx_lm") / "mlx_lm", tmp_path / "mlx_lm", ignore=ignored)
+    return tmp_path
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def run(path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MLX_DLLM", "PYTHON"))}
+    clean.update(
+        {"PYTHONPATH": str(path), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(path / "c"), "HOME": str(path / "home")}
+    )
+    return subprocess.run(
+        [sys.executable, *arguments], env={**clean, **environment}, cwd=path, capture_output=True, text=True
+    )
+
+
+def remembered(path: Path) -> list[Path]:
+    return sorted(
+        [*path.glob("c/mlx-dllm-plugin/compat/*"), *path.glob("home/Library/Caches/mlx-dllm-plugin/**/*.json")]
+    )
+
+
+def test_known_files_say_nothing(copy):
+    result = run(copy, "-W", "always::UserWarning", "-c", SHOW)
+    assert (result.returncode, result.stdout) == (0, "| 47 + 38 = 85\n[]\n")
+    assert "mlx-dllm-plugin" not in result.stderr and remembered(copy) == []
+
+
+def test_the_same_symbols_say_nothing_and_are_remembered(copy):
+    for name in ("generate", "utils", "models/llama"):
+        with open(copy / f"mlx_lm/{name}.py", "a") as file:
+            file.write("\n\n# a comment\n")
+    before = {path: path.stat().st_mtime_ns for path in copy.glob("mlx_lm/**/*.py")}
+    result = run(copy, "-W", "always::UserWarning", "-c", SHOW)
+    assert (result.returncode, result.stdout) == (0, "| 47 + 38 = 85\n[]\n")
+    assert "mlx-dllm-plugin" not in result.stderr
+    (file,) = remembered(copy)
+    assert {entry["verdict"] for entry in json.loads(file.read_text())} == {"known", "same"}
+    assert {path: path.stat().st_mtime_ns for path in copy.glob("mlx_lm/**/*.py")} == before
+
+    # What is remembered is used, for these files and no others.
+    entries = json.loads(file.read_text())
+    wrong = {"target": "mlx_lm.generate", "symbol": "stream_generate", "verdict": "incompatible"}
+    entries = [{**entry, **wrong} if entry["symbol"] == "stream_generate" else entry for entry in entries]
+    file.write_text(json.dumps(entries))
+    assert run(copy, "-c", "import mlx_lm").stderr.count("stream_generate is off") == 1
+    for broken in ("", "{", "[]]", "[1]", '[{"target": 1}]', "null"):
+        file.write_text(broken)
+        assert run(copy, "-c", "import mlx_lm").stderr == "", broken
+        assert len(json.loads(file.read_text())) == len(entries)
+    edit(copy / "mlx_lm/utils.py", "# a comment", "# another")
+    assert run(copy, "-c", "import mlx_lm").stderr == ""
+    assert len(remembered(copy)) == 2
+
+
+def test_a_change_is_one_warning_that_names_all(copy):
+    edit(copy / "mlx_lm/generate.py", "class GenerationResponse:\n", "class GenerationResponse:\n    extra = 1\n")
+    edit(copy / "mlx_lm/server.py", "def main():\n", "def main():\n    print()\n")
+    edit(copy / "mlx_lm/models/gpt2.py", "nn.gelu_approx", "nn.gelu")
+    (copy / "mlx_lm/_version.py").write_text('__version__ = "0.99.1"\n')
+    result = run(
+        copy, "-W", "always::UserWarning", "-c", SHOW + "import mlx_lm.server, mlx_lm.chat, mlx_lm.models.gpt2"
+    )
+    assert (result.returncode, result.stdout) == (0, "| 47 + 38 = 85\n[]\n")
+    first, last = compat.TESTED["mlx-lm"]
+    assert result.stderr.count("UpstreamDriftWarning") == 1
+    assert (
+        f"UpstreamDriftWarning: mlx-lm 0.99.1 is not what mlx-dllm-plugin was written for ({first} to {last}). Changed "
+        "are mlx_lm/generate.py: GenerationResponse; mlx_lm/server.py: main; mlx_lm/models/gpt2.py. The patches apply, "
+        f"since signatures fit; check results, or install mlx-lm=={last}."
+    ) in result.stderr
+    again = run(copy, "-W", "always::UserWarning", "-c", "import mlx_lm")
+    assert again.stderr.count("UpstreamDriftWarning: mlx-lm 0.99.1") == 1  # remembered, not silenced
+
+
+def test_a_warning_can_be_filtered_and_made_an_error(copy):
+    edit(copy / "mlx_lm/generate.py", "class GenerationResponse:\n", "class GenerationResponse:\n    extra = 1\n")
+    ignore = "import warnings, mlx_dllm_plugin as p; warnings.simplefilter('ignore', p.UpstreamDriftWarning)\n"
+    result = run(copy, "-c", ignore + SHOW)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "| 47 + 38 = 85\n[]\n", "")
+    error = ignore.replace("'ignore'", "'error'")
+    result = run(copy, "-c", error + SHOW)
+    assert (result.returncode, result.stdout) == (0, "| 47 + 38 = 85\n[]\n")  # a host never fails because of us
+    assert result.stderr.startswith("[mlx-dllm-plugin] mlx-lm ") and result.stderr.count("\n") == 1
+
+
+def test_an_incompatible_symbol_turns_its_patch_off_alone(copy):
+    edit(copy / "mlx_lm/sample_utils.py", "def make_sampler(\n    temp: float", "def make_sampler(\n    heat: float")
+    result = run(copy, "-c", SHOW)
+    assert (result.returncode, result.stdout.splitlines()[0]) == (0, "| 47 + 38 = 85")
+    ((target, symbol, detail),) = ast.literal_eval(result.stdout.splitlines()[1])
+    assert (target, symbol) == ("mlx_lm.sample_utils", "make_sampler")
+    assert detail.startswith("make_sampler has no parameter 'temp' where expected (heat, ")
+    lines = [line for line in result.stderr.splitlines() if line.startswith("[mlx-dllm-plugin]")]
+    version = importlib.metadata.version("mlx-lm")
+    assert lines == [
+        f"[mlx-dllm-plugin] mlx-lm {version}: the patch of mlx_lm.sample_utils.make_sampler is off, {detail}. Without "
+        "it: greedy decoding may rank positions by another confidence."
+    ]
+
+
+def test_what_would_decode_wrong_is_refused(copy):
+    """Without stream_generate the host would decode autoregressively: loading says so, and other models work."""
+    edit(copy / "mlx_lm/generate.py", "    draft_model: Optional[nn.Module] = None,\n", "    drafts=None,\n")
+    result = run(copy, "-c", SHOW)
+    assert result.returncode == 1 and result.stdout == ""
+    assert "mlx_lm.generate.stream_generate is off, stream_generate has no parameter 'draft_model'" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith(
+        "mlx_dllm_plugin.errors.DiffusionError: This mlx-lm has another mlx_lm.generate.stream_generate than the "
+    )
+
+
+def test_a_missing_symbol_and_a_missing_file(copy):
+    edit(copy / "mlx_lm/perplexity.py", "def eval_ppl(", "def eval_perplexity(")
+    (copy / "mlx_lm/lora.py").unlink()
+    (copy / "mlx_lm/models/gemma2.py").unlink()
+    result = run(copy, "-c", SHOW + "import mlx_lm.perplexity")
+    assert (result.returncode, result.stdout.splitlines()[0]) == (0, "| 47 + 38 = 85")
+    lines = [line for line in result.stderr.splitlines() if line.startswith("[mlx-dllm-plugin]")]
+    version = importlib.metadata.version("mlx-lm")
+    assert lines == [
+        f"[mlx-dllm-plugin] mlx-lm {version}: the patch of mlx_lm.lora is off, there is no mlx_lm.lora. Without it: a "
+        "diffusion checkpoint is refused with a traceback.",
+        f"[mlx-dllm-plugin] mlx-lm {version}: mlx_lm.models.gemma2 is not as known, there is no mlx_lm.models.gemma2. "
+        "Without it: diffusion checkpoints with this model cannot be decoded.",
+        f"[mlx-dllm-plugin] mlx-lm {version}: the patch of mlx_lm.perplexity.eval_ppl is off, there is no eval_ppl. "
+        f"Without it: {patches.patch_of('mlx_lm.perplexity').reason.rstrip('.')}.",
+    ]
+
+
+def test_a_module_that_is_gone_does_not_pass_for_patched(copy):
+    (copy / "mlx_lm/chat.py").unlink()
+    code = "import mlx_lm; from mlx_dllm_plugin import patches; print(patches.is_applied('mlx_lm.chat', 'main'))"
+    assert run(copy, "-c", code).stdout == "False\n"
+
+
+def test_a_host_without_source_is_not_judged(copy):
+    """As in frozen applications: there is nothing to compare, and nothing is taken for gone."""
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "-b", "mlx_lm"], cwd=copy, check=True)
+    for file in copy.glob("mlx_lm/**/*.py"):
+        file.unlink()
+    result = run(copy, "-c", SHOW)
+    assert (result.returncode, result.stdout) == (0, "| 47 + 38 = 85\n[]\n")
+    assert "mlx-dllm-plugin" not in result.stderr
+
+
+def test_a_home_that_cannot_be_written_to_changes_nothing(copy):
+    edit(copy / "mlx_lm/generate.py", "class GenerationResponse:\n", "class GenerationResponse:\n    extra = 1\n")
+    (copy / "c").write_text("a file where a directory is wanted")
+    (copy / "home").write_text("the same")
+    result = run(copy, "-c", SHOW)
+    assert (result.returncode, result.stdout) == (0, "| 47 + 38 = 85\n[]\n")
+    assert result.stderr.count("UpstreamDriftWarning") == 1 and "could not" not in result.stderr
+
+
+def test_the_other_host(tmp_path):
+    upstream("mlx_vlm")
+    ignored = shutil.ignore_patterns("__pycache__", "tests")
+    shutil.copytree(files_of("mlx_vlm") / "mlx_vlm", tmp_path / "mlx_vlm", ignore=ignored)
+    edit(tmp_path / "mlx_vlm/models/llada2_moe/language.py", "class LanguageModel", "x = 1\nclass LanguageModel")
+    edit(tmp_path / "mlx_vlm/utils.py", "def get_model_and_args(config", "def get_model_and_args(settings")
+    code = "import mlx_vlm; from mlx_dllm_plugin import patches\n"
+    code += "print([[r.target, r.symbol] for r in patches.status() if r.state == 'disabled'])"
+    result = run(tmp_path, "-W", "always::UserWarning", "-c", code)
+    assert (result.returncode, result.stdout) == (0, "[['mlx_vlm.utils', 'get_model_and_args']]\n")
+    assert result.stderr.count("UpstreamDriftWarning: mlx-vlm ") == 1
+    assert "Changed are mlx_vlm/models/llada2_moe/language.py. The" in result.stderr
+    assert result.stderr.count("the patch of mlx_vlm.utils.get_model_and_args is off, get_model_and_args has no") == 1
+
+
+def test_old_judgements_are_thrown_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(compat, "_cache_directory", lambda: tmp_path)
+    for i in range(compat._REMEMBERED + 5):
+        compat._remember(tmp_path / f"{i}.json", "[]")
+        os.utime(tmp_path / f"{i}.json", (i, i))
+    assert len(list(tmp_path.iterdir())) == compat._REMEMBERED
+    assert not (tmp_path / "3.json").exists() and (tmp_path / f"{compat._REMEMBERED + 4}.json").exists()
+
+
+def test_where_judgements_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert compat._cache_directory() == tmp_path / "Library/Caches/mlx-dllm-plugin/compat"
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert compat._cache_directory() == tmp_path / ".cache/mlx-dllm-plugin/compat"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert compat._cache_directory() == tmp_path / "x/mlx-dllm-plugin/compat"
+
+
+def test_known_files_cost_under_5_ms():
     modules = []
-    for name, origin in targets.items():
-        module = type(sys)(name)
-        module.__file__ = str(Path(origin).parents[1] / (name.replace(".", "/") + ".py"))  # type: ignore[arg-type]
+    for target in [target for leans in LEANS.values() for target in leans]:
+        host = target.partition(".")[0]
+        if importlib.util.find_spec(host) is None:
+            continue
+        module = type(sys)(target)
+        module.__file__ = str(files_of(host) / file_of(target))
         module.__loader__ = compat.__loader__
-        modules.append(module)
+        if Path(module.__file__).is_file() and compat.version_of(host) in compat.releases(compat.distribution(target)):
+            modules.append(module)
+    if not modules:
+        pytest.skip("no recorded release is installed")
     best = float("inf")
     for _ in range(20):
-        compat.known.cache_clear()
+        compat.record_of.cache_clear()
         start = time.perf_counter()
         for module in modules:
-            compat.check(module)
+            assert compat.check(module, lambda: pytest.fail("not the fast way")) == []
+        assert compat.gone(modules[0], lambda: pytest.fail("not the fast way")) == []
         best = min(best, time.perf_counter() - start)
     assert best < 5e-3
 
 
-# --- drift, with toy hosts --------------------------------------------------------------------------------------------
+def test_a_broken_record_never_breaks_the_host(tmp_path):
+    """In a copy of the plugin, whose records are not JSON."""
+    plugin = Path(mlx_dllm_plugin.__file__).parent
+    shutil.copytree(plugin, tmp_path / "mlx_dllm_plugin", ignore=shutil.ignore_patterns("__pycache__", "run"))
+    for package in (patches, compat):
+        folder = tmp_path / "mlx_dllm_plugin" / package.__name__.rpartition(".")[2]
+        shutil.copytree(Path(package.__file__).parent, folder, dirs_exist_ok=True)
+    for file in (tmp_path / "mlx_dllm_plugin/compat/upstream").iterdir():
+        file.write_text("{broken")
+    result = run(tmp_path, "-c", "import mlx_dllm_plugin, mlx_lm.utils, mlx_lm.generate; print('works')")
+    assert (result.returncode, result.stdout) == (0, "works\n")
+    assert result.stderr.startswith("[mlx-dllm-plugin] mlx-lm ") and result.stderr.count("\n") == 1
+    assert "could not be compared with known versions: JSONDecodeError" in result.stderr
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> Path:
-    """Two toy hosts and a copy of the plugin that patches them and knows the sha256 of their files."""
-    files = {
-        "mlx_lm/__init__.py": "__version__ = '9.9'\nfrom .generate import generate",
-        "mlx_lm/generate.py": "def generate(): return 'upstream'",
-        "mlx_lm/tuner/__init__.py": "",
-        "mlx_lm/tuner/trainer.py": "def train(): return 'upstream'",
-        "mlx_vlm/__init__.py": "__version__ = '8.8'\nfrom .utils import load",
-        "mlx_vlm/utils.py": "def load(): return 'upstream'",
+def wheels(tmp_path: Path) -> dict[str, Path]:
+    """Wheels of a made-up release, with the installed files as they are, changed and incompatible."""
+    found = upstream("mlx_lm")
+    contents = {file_of(target): found.read(file_of(target)) or b"" for target in LEANS["mlx_lm"]}
+    edits = {
+        "0.98": [],
+        "0.98.1": [
+            ("mlx_lm/generate.py", b"class GenerationResponse:\n", b"class GenerationResponse:\n    extra = 1\n")
+        ],
+        "0.98.2": [("mlx_lm/utils.py", b"def load_model(\n    model_path", b"def load_model(\n    where")],
     }
-    plugin = tmp_path / "mlx_dllm_plugin"
-    plugin.mkdir()
-    for file in Path(mlx_dllm_plugin.__file__).parent.glob("*.py"):
-        shutil.copy(file, plugin)
-    for package in (patches, compat):
-        folder = plugin / package.__name__.rpartition(".")[2]
-        folder.mkdir()
-        for file in Path(package.__file__).parent.glob("*.py"):
-            shutil.copy(file, folder)
-    patch = """
-from mlx_dllm_plugin.patches import Patch, Redirect
-PATCH = Patch({!r}, "x", (Redirect({!r}, lambda original, /: "patched"),))
-"""
-    targets = {"mlx_lm.generate": "generate", "mlx_lm.tuner.trainer": "train", "mlx_vlm.utils": "load"}
-    for target, name in targets.items():
-        files[f"mlx_dllm_plugin/patches/{target.replace('.', '/')}.py"] = patch.format(target, name)
-    files["mlx_dllm_plugin/patches/mlx_lm/__init__.py"] = "MODULES = ('generate', 'tuner.trainer')"
-    files["mlx_dllm_plugin/patches/mlx_vlm/__init__.py"] = "MODULES = ('utils',)"
-    known = {
-        target: {"9.9": hashlib.sha256(files[target.replace(".", "/") + ".py"].encode()).hexdigest()}
-        for target in targets
+    made = {}
+    for version, changes in edits.items():
+        made[version] = tmp_path / f"mlx_lm-{version}-py3-none-any.whl"
+        with zipfile.ZipFile(made[version], "w") as wheel:
+            for name, data in contents.items():
+                for file, old, new in changes:
+                    assert file != name or old in data
+                    data = data.replace(old, new) if file == name else data
+                wheel.writestr(name, data)
+    return made
+
+
+def test_check_the_installation(capsys):
+    upstream("mlx_vlm")
+    status = command.main(["check"])
+    lines = capsys.readouterr().out.splitlines()
+    assert status == 0 and lines[0].startswith("mlx-lm ") and any(line.startswith("mlx-vlm ") for line in lines)
+    assert command.main(["check", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [host["package"] for host in found] == ["mlx-lm", "mlx-vlm"]
+    assert {(j["target"], j["symbol"]) for host in found for j in host["judgements"]} >= {
+        ("mlx_lm.utils", "load_model")
     }
-    files["mlx_dllm_plugin/compat/known.json"] = json.dumps(known)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return tmp_path
 
 
-SHOW = "import mlx_lm, mlx_lm.tuner.trainer as t, mlx_vlm; print(mlx_lm.generate(), t.train(), mlx_vlm.load())"
-
-
-def run(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MLX_DLLM", "PYTHON"))}
-    environment = {**clean, "PYTHONPATH": str(path)}
-    return subprocess.run([sys.executable, *arguments], env=environment, cwd=path, capture_output=True, text=True)
-
-
-def drift(path: Path, *files: str) -> None:
-    for file in files:
-        with open(path / file, "a") as stream:
-            stream.write("\n# drift\n")
-
-
-def test_known_files_are_silent(toy):
-    result = run(toy, "-W", "always", "-c", SHOW)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "patched patched patched\n", "")
-
-
-def test_drift_is_one_warning_that_names_every_file(toy):
-    drift(toy, "mlx_lm/generate.py", "mlx_lm/tuner/trainer.py", "mlx_vlm/utils.py")
-    result = run(toy, "-W", "always", "-c", SHOW)
-    assert (result.returncode, result.stdout) == (0, "patched patched patched\n")
-    assert result.stderr.count("UpstreamDriftWarning") == 1
+def test_check_wheels(wheels, capsys):
+    count = sum(map(len, LEANS["mlx_lm"].values()))
     first, last = compat.TESTED["mlx-lm"]
-    trainer = os.path.join("mlx_lm", "tuner", "trainer.py")
-    assert f"mlx-lm 9.9 is not a release mlx-dllm-plugin was written for ({first} to {last}): " in result.stderr
-    assert f": {os.path.join('mlx_lm', 'generate.py')}, {trainer} changed." in result.stderr
+    assert command.main(["check", str(wheels["0.98"])]) == 0
+    assert capsys.readouterr().out == f"mlx-lm 0.98 (written for {first} to {last}): {count} known\n"
+    assert command.main(["check", str(wheels["0.98.1"])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    here = len(LEANS["mlx_lm"]["mlx_lm.generate"])
+    assert lines[0].endswith(f": {count - here} known, {here - 1} same, 1 changed")
+    assert lines[1:] == ["  changed       mlx_lm.generate.GenerationResponse"]
+    assert command.main(["check", str(wheels["0.98.2"]), str(wheels["0.98"])]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(
+        "  incompatible  mlx_lm.utils.load_model: load_model has no parameter 'model_path' where "
+    )
+    assert lines[1].endswith(". Without it: a2d run directories and diffusion checkpoints are not recognised")
+    assert len(lines) == 3
 
 
-def test_drift_of_the_other_host_only(toy):
-    drift(toy, "mlx_vlm/utils.py")
-    result = run(toy, "-c", SHOW)
-    assert (result.returncode, result.stdout) == (0, "patched patched patched\n")
-    assert "UpstreamDriftWarning: mlx-vlm 8.8 " in result.stderr
-    assert f": {os.path.join('mlx_vlm', 'utils.py')} changed." in result.stderr
+def test_record_writes_a_version_and_says_what_differs(wheels, tmp_path, capsys):
+    output = tmp_path / "records"
+    last = compat.releases("mlx-lm")[-1]
+    assert command.main(["record", "--output", str(output), str(wheels["0.98.1"]), str(wheels["0.98.2"])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    files, symbols = len(LEANS["mlx_lm"]), sum(map(len, LEANS["mlx_lm"].values()))
+    assert lines[0] == f"mlx-lm 0.98.1: mlx-lm-0.98.1.json written, {files} files, {symbols} symbols."
+    assert lines[1] == f"Against {last}:"
+    assert any(line.startswith("  mlx_lm/generate.py: GenerationResponse changed") for line in lines)
+    assert any("load_model changed from def (model_path, " in line and " to def (where, " in line for line in lines)
+    assert sorted(path.name for path in output.iterdir()) == ["mlx-lm-0.98.1.json", "mlx-lm-0.98.2.json"]
+    written = json.loads((output / "mlx-lm-0.98.1.json").read_text())
+    assert (written["package"], written["version"], len(written["files"])) == ("mlx-lm", "0.98.1", files)
+    data = zipfile.ZipFile(wheels["0.98.1"]).read("mlx_lm/generate.py")
+    assert written["files"]["mlx_lm/generate.py"]["sha256"] == hashlib.sha256(data).hexdigest()
 
 
-def test_drift_never_breaks_the_host(toy):
-    drift(toy, "mlx_lm/generate.py")
-    result = run(toy, "-W", "error", "-c", SHOW)
-    assert (result.returncode, result.stdout) == (0, "patched patched patched\n")
-    assert result.stderr.startswith("[mlx-dllm-plugin] mlx_lm.generate could not be compared with known versions")
-    assert result.stderr.count("\n") == 1
-    (toy / "mlx_dllm_plugin/compat/known.json").write_text("{broken")
-    result = run(toy, "-c", SHOW)
-    assert (result.returncode, result.stdout) == (0, "patched patched patched\n")
-    assert all(line.startswith("[mlx-dllm-plugin] ") for line in result.stderr.splitlines())
+def test_record_of_the_installed_versions_is_what_is_kept(tmp_path, capsys):
+    found = upstream("mlx_lm")
+    if found.version not in compat.releases("mlx-lm"):
+        pytest.skip(f"mlx-lm {found.version} is not recorded")
+    assert command.main(["record", "--output", str(tmp_path)]) == 0
+    name = f"mlx-lm-{found.version}.json"
+    assert (tmp_path / name).read_text() == (ROOT / "compat/upstream" / name).read_text()
 
 
-def test_warning_can_be_filtered(toy):
-    drift(toy, "mlx_lm/generate.py")
-    code = "import warnings, mlx_dllm_plugin as p; warnings.simplefilter('ignore', p.UpstreamDriftWarning)\n" + SHOW
-    result = run(toy, "-c", code)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "patched patched patched\n", "")
+def test_a_record_is_not_replaced_by_another(wheels, tmp_path, capsys):
+    output = tmp_path / "records"
+    assert command.main(["record", "--output", str(output), str(wheels["0.98"])]) == 0
+    assert command.main(["record", "--output", str(output), str(wheels["0.98"])]) == 0  # the same again
+    before = (output / "mlx-lm-0.98.json").read_text()
+    other = tmp_path / "mlx_lm-0.98-py3-none-any.whl"
+    shutil.copy(wheels["0.98.1"], other)
+    capsys.readouterr()
+    assert command.main(["record", "--output", str(output), str(other)]) == 1
+    assert capsys.readouterr().err == (
+        "[mlx-dllm-plugin] error: mlx-lm-0.98.json is there with another mlx_lm/generate.py: the installed files were "
+        "changed, or the record is wrong. Install that version anew, or replace the record with --force.\n"
+    )
+    assert (output / "mlx-lm-0.98.json").read_text() == before
+    assert command.main(["record", "--force", "--output", str(output), str(other)]) == 0
+    assert (output / "mlx-lm-0.98.json").read_text() != before
 
 
-def test_record_adds_a_release(toy):
-    with zipfile.ZipFile(toy / "mlx_lm-10.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("mlx_lm/generate.py", "new")
-        wheel.writestr("mlx_lm/other.py", "not patched")
-    before = json.loads((toy / "mlx_dllm_plugin/compat/known.json").read_text())
-    result = run(toy, "-m", "mlx_dllm_plugin.compat", "mlx_lm-10.0-py3-none-any.whl")
-    assert (result.returncode, result.stderr) == (0, "")
-    before["mlx_lm.generate"]["10.0"] = hashlib.sha256(b"new").hexdigest()
-    assert json.loads((toy / "mlx_dllm_plugin/compat/known.json").read_text()) == before
+@pytest.mark.parametrize(
+    ("name", "content"), [("mlx_lm-1.0.zip", b""), ("other-1.0-py3-none-any.whl", b""), ("mlx_lm-1.0-py3.whl", b"x")]
+)
+def test_what_is_no_wheel_of_a_host(tmp_path, capsys, name, content):
+    (tmp_path / name).write_bytes(content)
+    for what in ("check", "record"):
+        assert command.main([what, str(tmp_path / name)]) == 1
+        assert capsys.readouterr().err == (
+            f"[mlx-dllm-plugin] error: {tmp_path / name} is not a wheel of mlx-lm or mlx-vlm.\n"
+        )
+
+
+def test_a_wheel_without_anything_known(tmp_path, capsys):
+    wheel = tmp_path / "mlx_lm-9.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("mlx_lm/new.py", "")
+    assert command.main(["record", "--output", str(tmp_path / "r"), str(wheel)]) == 1
+    assert "mlx-lm 9.0 has none of the files that the plugin leans on" in capsys.readouterr().err
+    assert command.main(["check", str(wheel)]) == 1
+    assert f"{len(LEANS['mlx_lm'])} incompatible" in capsys.readouterr().out
+
+
+def test_records_are_not_written_into_an_installation(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "site-packages/mlx_dllm_plugin/compat/__main__.py"))
+    upstream("mlx_lm")
+    assert command.main(["record"]) == 1
+    assert "Records are kept in a checkout of mlx-dllm-plugin" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

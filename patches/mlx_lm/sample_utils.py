@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from .. import Patch, Redirect
+from .. import Lean, Patch, Redirect
 
 
 def is_greedy(sampler: Any) -> bool:
@@ -19,8 +19,11 @@ def make_sampler(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     return sampler
 
 
+_FILTERS = "--top-p, --min-p and --top-k do not work with diffusion"
+
 PATCH = Patch(
     target="mlx_lm.sample_utils",
     reason="greedy decoding may rank positions by another confidence",
     changes=(Redirect("make_sampler", make_sampler, parameters=("temp",)),),
+    leans=tuple(Lean(name, called=True, lost=_FILTERS) for name in ("apply_top_p", "apply_min_p", "apply_top_k")),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, DiffusionError
-from .. import Patch, Redirect, cli, is_applied
+from .. import Lean, Patch, Redirect, cli, is_applied
 from . import commands, requests, served
 
 _ROAD = (
@@ -172,4 +172,5 @@ PATCH = Patch(
         ),
         Redirect("fetch_from_hub", commands.refusing_path("mlx_vlm.convert", "model_path"), parameters=("model_path",)),
     ),
+    leans=(Lean("get_model_path", called=True), Lean("quantize_activations", ("model",), called=True)),
 )

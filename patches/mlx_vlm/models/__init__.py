@@ -1,1 +1,0 @@
-"""What is changed in mlx_vlm.models."""

@@ -1,3 +1,0 @@
-from . import leaning
-
-PATCH = leaning("llada2_moe")
