@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, DiffusionError
-from .. import Patch, Redirect, cli, is_applied
+from .. import Lean, Patch, Redirect, cli, is_applied
 
 _WITHOUT_WEIGHTS = ["*.json", "*.py", "*.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
 
@@ -172,4 +172,5 @@ PATCH = Patch(
         Redirect("load_tokenizer", load_tokenizer, parameters=("model_path", "tokenizer_config_extra")),
         Redirect("sharded_load", sharded_load, parameters=("repo",)),
     ),
+    leans=(Lean("load"), Lean("_get_classes", ("config",), called=True)),
 )

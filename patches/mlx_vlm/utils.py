@@ -172,5 +172,5 @@ PATCH = Patch(
         ),
         Redirect("fetch_from_hub", commands.refusing_path("mlx_vlm.convert", "model_path"), parameters=("model_path",)),
     ),
-    leans=(Lean("get_model_path", called=True), Lean("quantize_activations", ("model",), called=True)),
+    leans=(Lean("load"), Lean("get_model_path", called=True), Lean("quantize_activations", called=True)),
 )

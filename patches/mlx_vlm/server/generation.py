@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ....errors import DiffusionError
-from ... import Patch, Redirect
+from ... import Lean, Patch, Redirect
 from .. import requests, served
 
 OURS = "_mlx_dllm"  # options of this plugin, on a request's arguments
@@ -126,4 +126,5 @@ PATCH = Patch(
         Redirect("ResponseGenerator._cpu_preprocess", cpu_preprocess, parameters=("self", "prompt")),
         Redirect("ResponseGenerator._initialize_model", initialize_model, parameters=("self",)),
     ),
+    leans=(Lean("ResponseGenerator._run_diffusion"),),
 )
