@@ -107,6 +107,15 @@ def _command(name: str, refuses: str) -> Iterator[None]:
         _running = before
 
 
+def directory_of(tokenizer: Any) -> Path | None:
+    """Where a tokenizer, or a processor with one, was loaded from, if that is a directory."""
+    for holder in (tokenizer, getattr(tokenizer, "tokenizer", None)):
+        name = getattr(holder, "name_or_path", None)
+        if isinstance(name, str) and name and Path(name).is_dir():
+            return Path(name)
+    return None
+
+
 def refuse(what: str) -> DiffusionError:
     """The refusal of an entry point that cannot decode diffusion checkpoints."""
     return DiffusionError(

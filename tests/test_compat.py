@@ -23,6 +23,7 @@ from mlx_dllm_plugin import compat, patches
 from mlx_dllm_plugin.compat import Installed, Judgement
 from mlx_dllm_plugin.compat import __main__ as command
 from mlx_dllm_plugin.families import FAMILIES
+from tests.tools import make_ar_model
 
 ROOT = Path(__file__).parent.parent
 LEANS = {host: patches.leaned_on(host) for host in ("mlx_lm", "mlx_vlm")}
@@ -401,6 +402,28 @@ def test_what_would_decode_wrong_is_refused(copy):
     )
 
 
+OTHER = """
+
+before_{name} = {name}
+def {name}(*args, **kwargs): return before_{name}(*args, **kwargs)
+"""
+
+
+def test_a_checkpoint_that_nothing_noticed_is_refused_when_it_is_decoded(copy, tmp_path):
+    with open(copy / "mlx_lm/utils.py", "a") as file:
+        file.write(OTHER.format(name="load_model") + OTHER.format(name="load_tokenizer"))
+    result = run(copy, "-c", SHOW)
+    assert result.returncode == 1 and result.stdout == ""
+    for name in ("load_model", "load_tokenizer"):
+        assert f"the patch of mlx_lm.utils.{name} is off, {name} has no parameter 'model_path'" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith(
+        "mlx_dllm_plugin.errors.DiffusionError: This mlx-lm has another mlx_lm.utils.load_model than the plugin knows"
+    )
+    ar = make_ar_model(tmp_path / "ar", ROOT / "tests/data/a2d/gpt2-grow/run/model")
+    code = "import mlx_lm; print(len(mlx_lm.generate(*mlx_lm.load({!r}), 'The cat', max_tokens=8)) > 0)"
+    assert run(copy, "-c", code.format(str(ar))).stdout == "True\n"
+
+
 def test_a_missing_symbol_and_a_missing_file(copy):
     edit(copy / "mlx_lm/perplexity.py", "def eval_ppl(", "def eval_perplexity(")
     (copy / "mlx_lm/lora.py").unlink()
@@ -417,6 +440,16 @@ def test_a_missing_symbol_and_a_missing_file(copy):
         f"[mlx-dllm-plugin] mlx-lm {version}: the patch of mlx_lm.perplexity.eval_ppl is off, there is no eval_ppl. "
         f"Without it: {patches.patch_of('mlx_lm.perplexity').reason.rstrip('.')}.",
     ]
+
+
+def test_the_readme_shows_what_is_said(copy):
+    edit(copy / "mlx_lm/generate.py", "class GenerationResponse:\n", "class GenerationResponse:\n    extra = 1\n")
+    edit(copy / "mlx_lm/perplexity.py", "def eval_ppl(", "def perplexity(")
+    (copy / "mlx_lm/_version.py").write_text('__version__ = "0.33.0"\n')
+    result = run(copy, "-c", "import mlx_lm, mlx_lm.perplexity")
+    said = [line[line.index("UpstreamDrift") :] for line in result.stderr.splitlines() if "UpstreamDrift" in line]
+    said += [line for line in result.stderr.splitlines() if line.startswith("[mlx-dllm-plugin]")]
+    assert len(said) == 2 and "\n".join(said) in (ROOT / "README.md").read_text()
 
 
 def test_a_module_that_is_gone_does_not_pass_for_patched(copy):
@@ -457,6 +490,20 @@ def test_the_other_host(tmp_path):
     assert result.stderr.count("UpstreamDriftWarning: mlx-vlm ") == 1
     assert "Changed are mlx_vlm/models/llada2_moe/language.py. The" in result.stderr
     assert result.stderr.count("the patch of mlx_vlm.utils.get_model_and_args is off, get_model_and_args has no") == 1
+
+
+def test_what_mlx_vlm_would_decode_wrong_is_refused_when_it_is_decoded(tmp_path, goldens):
+    upstream("mlx_vlm")
+    shutil.copytree(files_of("mlx_vlm") / "mlx_vlm", tmp_path / "mlx_vlm", ignore=shutil.ignore_patterns("__pycache__"))
+    with open(tmp_path / "mlx_vlm/utils.py", "a") as file:
+        file.write(OTHER.format(name="load_model") + OTHER.format(name="get_model_and_args"))
+    model = str(goldens / "block" / "llada2_moe-v22")
+    code = f"import mlx_vlm; print(mlx_vlm.generate(*mlx_vlm.load({model!r}), 'hello', max_tokens=8))"
+    result = run(tmp_path, "-c", code)
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.splitlines()[-1].startswith(
+        "mlx_dllm_plugin.errors.DiffusionError: This mlx-vlm has another mlx_vlm.utils.load_model than the plugin knows"
+    )
 
 
 def test_old_judgements_are_thrown_away(tmp_path, monkeypatch):

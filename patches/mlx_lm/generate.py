@@ -14,6 +14,7 @@ from typing import Any
 from ...errors import DiffusionError, note
 from .. import Patch, Redirect, Replace, cli
 from .sample_utils import is_greedy
+from .utils import refuse_unnoticed
 
 # Options that steer the autoregressive loop and say nothing about the output of another one.
 _IGNORED = {"prefill_step_size", "kv_group_size", "quantized_kv_start", "num_draft_tokens"}
@@ -69,10 +70,11 @@ def _only_ours(*more: str) -> set[str]:
     return {o.name for o in table() if not o.metadata["host"]} - {"sampler", "mode"} | set(more)
 
 
-def _refuse_on_autoregressive(model: Any, extra: dict[str, Any]) -> None:
+def _refuse_on_autoregressive(model: Any, tokenizer: Any, extra: dict[str, Any]) -> None:
     """Raises DiffusionError when diffusion, or an option of it, was asked for with a model that has no spec."""
     from ...options import split
 
+    refuse_unnoticed(tokenizer)
     load, decoding, _ = split(extra)
     command = cli.running()
     mode = load.get("mode") or cli.load_options().mode
@@ -100,7 +102,7 @@ def _sort_out(original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
     mode = load.get("mode") or cli.load_options().mode
     model, spec = given["model"], getattr(given["model"], "diffusion_spec", None)
     if spec is None:
-        _refuse_on_autoregressive(model, extra)
+        _refuse_on_autoregressive(model, given["tokenizer"], extra)
         return None
     if mode == "ar":
         raise DiffusionError(
@@ -225,7 +227,8 @@ def generate(original: Any, /, *args: Any, **kwargs: Any) -> str:
     call = inspect.signature(original).bind(*args, **kwargs)
     given = call.arguments
     if getattr(given["model"], "diffusion_spec", None) is None:
-        _refuse_on_autoregressive(given["model"], given.get("kwargs", {}))  # before the host prints anything
+        # before the host prints anything
+        _refuse_on_autoregressive(given["model"], given["tokenizer"], given.get("kwargs", {}))
         return original(*args, **kwargs)
     verbose = given.get("verbose", False)
     text, response, first, interrupted = "", None, 0.0, False

@@ -51,13 +51,22 @@ def _usable(path: Path) -> Path:
     return resolved
 
 
-def _require(target: str, symbol: str) -> None:
+def require(target: str, symbol: str) -> None:
     """Raises DiffusionError when a change is off without which a diffusion checkpoint would decode autoregressively."""
     if not is_applied(target, symbol):
         raise DiffusionError(
             f"This mlx-lm has another {target}.{symbol} than the plugin knows and would decode the diffusion "
             "checkpoint autoregressively: install a supported mlx-lm, or use mlx_dllm_plugin.load and its decode."
         )
+
+
+def refuse_unnoticed(tokenizer: Any) -> None:
+    """Raises DiffusionError when a model without a spec came with the tokenizer of a diffusion checkpoint, because the
+    changes are off that would have noticed it."""
+    if not is_applied("mlx_lm.utils", "load_model"):
+        source = cli.directory_of(tokenizer)
+        if source is not None and _detected(source)[1] is not None:
+            require("mlx_lm.utils", "load_model")
 
 
 def _could_be_repo(name: str) -> bool:
@@ -84,7 +93,7 @@ def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
         command.diffusion = True
         if command.refuses:
             raise cli.refuse(command.refuses)
-    _require("mlx_lm.generate", "stream_generate")
+    require("mlx_lm.generate", "stream_generate")
     cli.check_host_options(vocab_size=found[1].vocab_size)
     return load_with_spec(original, path, *found, **given)
 
@@ -100,7 +109,7 @@ def load_tokenizer(
 
     extra = dict(tokenizer_config_extra or {})
     if not is_applied("mlx_lm.utils", "load_model") and detect_at(Path(model_path)) is not None:
-        _require("mlx_lm.utils", "load_model")
+        require("mlx_lm.utils", "load_model")
     source = extra.pop("tokenizer", None) or cli.load_options().tokenizer
     model_path = path = _local(Path(model_path))
     diffusion, family = _detected(path)
