@@ -16,6 +16,7 @@ from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.families.profiles import COST
 from mlx_dllm_plugin.options import table
 from mlx_dllm_plugin.samplers import RULES, users
+from tests import matrix
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -114,6 +115,24 @@ def test_info_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str], m
 def test_the_versions_are_the_tested_ones() -> None:
     for package, (first, last) in TESTED.items():
         assert re.search(rf"\| {package}[^|]*\| {first} to {last} \|", README)
+
+
+def test_the_matrix_is_what_was_run_with_every_release_it_must_cover() -> None:
+    rows = json.loads(matrix.REPORT.read_text())
+    assert between("matrix") == matrix.table(rows)
+    found = [(row["mlx-lm"], row["mlx-vlm"]) for row in rows]
+    assert found == matrix.pairs() and {found[0], found[-1]} == set(matrix.ends())
+    assert {lm for lm, _ in found} >= {"0.31.3", "0.32.0", "0.32.1", "0.32.2"}
+    assert {vlm for _, vlm in found} >= {"0.7.1", "0.7.6", "0.7.10"}
+    for row in rows:
+        assert row["columns"] == dict.fromkeys(matrix.COLUMNS, "yes")
+
+
+def test_every_smoke_test_has_a_column() -> None:
+    names = re.findall(r"^def test_(\w+)", (ROOT / "tests" / "smoke.py").read_text(), re.MULTILINE)
+    columns = [[words for words in matrix.COLUMNS.values() if name.startswith(f"{words}_")] for name in names]
+    assert [len(found) for found in columns] == [1] * len(names)
+    assert {words for (words,) in columns} == set(matrix.COLUMNS.values())
 
 
 def test_the_python_examples_run(tmp_path: Path) -> None:
