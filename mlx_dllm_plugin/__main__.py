@@ -2,7 +2,7 @@
 
 import sys
 
-OURS = ("infill", "info")
+OURS = ("doctor", "infill", "info")
 
 USAGE = f"""\
 usage: python -m mlx_dllm_plugin COMMAND ...

@@ -91,6 +91,12 @@ class Registry(Generic[T]):
         """Which package an entry comes from."""
         return self._packages.get(name, "mlx-dllm-plugin")
 
+    def faults(self) -> dict[str, str]:
+        """Name -> what is wrong with it, of the entry points of other packages that were left out."""
+        with self._lock:
+            self._scan()
+            return dict(self._faults)
+
     def _load_builtin(self, name: str) -> T:
         module, _, attribute = self._builtin[name].partition(":")
         return getattr(importlib.import_module(module), attribute)

@@ -272,3 +272,16 @@ def test_a_broken_checkpoint_gives_a_real_process_status_one(copied: Path) -> No
     (copied / "model" / "config.json").write_text("{")
     command = "import sys; from mlx_dllm_plugin.commands import main; sys.exit(main(sys.argv[1:]))"
     assert_one_sentence(process(["-c", command, "info", copied]), "config.json")
+
+
+@pytest.mark.parametrize("arguments", [["info", "{path}"], ["infill", "a [MASK]"]])
+def test_without_a_working_mlx_doctor_is_named(arguments: list[str], path: Path, tmp_path: Path) -> None:
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open')")
+    command = ["-m", "mlx_dllm_plugin", *(argument.format(path=path) for argument in arguments)]
+    outcome = process(command, PYTHONPATH=str(tmp_path))
+    assert_one_sentence(
+        Outcome(outcome.status, outcome.out, outcome.err.splitlines()[-1] + "\n"),
+        "libmlx.so: cannot open: `mlx-dllm doctor` says what to do",
+    )
+    assert "Traceback" not in outcome.err

@@ -246,6 +246,7 @@ def test_two_packages_with_one_name_keep_the_first(
     assert registry.names() == ["gpt2", "twin"]
     assert registry.names() == ["gpt2", "twin"]
     (line,) = capfd.readouterr().err.splitlines()
+    assert list(registry.faults()) == ["twin"] and registry.faults()["twin"] in line
     owner = registry.package("twin")
     assert f"the family 'twin' is taken by {owner}; choose another name." in line
     registry.unregister("twin")

@@ -12,10 +12,11 @@ from ..errors import PREFIX, DiffusionError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mlx-dllm`. Returns the exit status: 0, or 1 with one sentence on stderr."""
-    from . import infill, info
+    from . import doctor, infill, info
 
     parser = argparse.ArgumentParser(prog="mlx-dllm", description="Diffusion language models in mlx-lm and mlx-vlm.")
     subparsers = parser.add_subparsers(dest="command", required=True)
+    doctor.add(subparsers)
     infill.add(subparsers)
     info.add(subparsers)
     args = parser.parse_args(argv)
@@ -25,6 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except DiffusionError as error:
         print(f"{PREFIX} error: {error}", file=sys.stderr)
+        return 1
+    except ImportError as error:  # MLX or a host, half installed or for another machine
+        if os.environ.get("MLX_DLLM_DEBUG") == "1":
+            raise
+        print(f"{PREFIX} error: {error}: `mlx-dllm doctor` says what to do.", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader has gone, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,7 +16,6 @@ from ..checkpoint import affixes
 from ..demo import demo_path
 from ..errors import PREFIX, CheckpointError, DiffusionError, note
 from ..options import DecodingOptions, add_arguments
-from ..plan import in_force
 
 HOLE = re.compile(r"\[MASK(?::([^\]]*))?\]")
 LARGEST_HOLE = 100_000
@@ -43,6 +42,7 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace, values: dict[str, Any]) -> int:
     """Returns 0. Raises DiffusionError when there is nothing to fill, or it cannot be filled."""
     from ..decode import infill, spec_of
+    from ..plan import in_force
 
     options = DecodingOptions(**values)
     parts = split(_read(args.text))

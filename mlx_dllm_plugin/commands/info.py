@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checkpoint import Checkpoint, check_weights, has_tokenizer, open_checkpoint
 from ..errors import CheckpointError, DiffusionError
-from ..families import FAMILIES
+from ..families import FAMILIES, Family
 from ..families.profiles import cost
 from ..options import approximations
 from ..spec import DiffusionSpec, check_mask_token_id, detect, resolve
@@ -28,9 +28,9 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when the checkpoint can be decoded as it is; 1 otherwise."""
-    checkpoint = open_checkpoint(_locate(args.path))
+    checkpoint = open_checkpoint(locate(args.path))
     family = detect(checkpoint, args.family)
-    problems = _problems(checkpoint)
+    problems = [text for text in (weights_problem(checkpoint.path), tokenizer_problem(checkpoint.path)) if text]
     if family is None:
         kind = checkpoint.config.get("model_type")
         known = ", ".join(FAMILIES.names())
@@ -41,6 +41,47 @@ def run(args: argparse.Namespace) -> int:
         print(f"mlx-lm decodes it autoregressively, as before. Families: {known} (force one with --family).")
         return 1
     spec = resolve(checkpoint, family)
+    problems += spec_problems(checkpoint, family, spec)
+    if args.json:
+        values = {**dataclasses.asdict(spec), "defaults": dict(spec.defaults), "sources": dict(spec.sources)}
+        values["approximate"] = _inexact(spec)
+        print(json.dumps({"path": str(checkpoint.path), "spec": values, "problems": problems}, indent=2))
+    else:
+        _print(checkpoint, spec, problems)
+    return 1 if problems else 0
+
+
+def locate(name: str) -> Path:
+    """The directory of a path or of a hub id in the local cache."""
+    path = Path(name)
+    if path.exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception as error:
+        raise CheckpointError(f"{name} is neither a directory nor a hub id in the local cache.") from error
+
+
+def weights_problem(path: Path) -> str:
+    """What is wrong with the files of the weights, or ""."""
+    try:
+        check_weights(path)
+    except DiffusionError as error:
+        return str(error)
+    return ""
+
+
+def tokenizer_problem(path: Path) -> str:
+    """That there is no tokenizer, or ""."""
+    missing = "No tokenizer files: give mlx_lm.generate the source model's directory with --tokenizer."
+    return "" if has_tokenizer(path) else missing
+
+
+def spec_problems(checkpoint: Checkpoint, family: Family, spec: DiffusionSpec) -> list[str]:
+    """What keeps a checkpoint with a spec from being decoded, as far as config.json tells."""
+    problems = []
     try:
         family.prepare_config(copy.deepcopy(checkpoint.config))
     except DiffusionError as error:
@@ -53,35 +94,6 @@ def run(args: argparse.Namespace) -> int:
         problems.append(str(error))
     if spec.mask_token_id is None:
         problems.append("The mask token is unknown: give mlx_lm.generate its id with --mask-token-id.")
-    if args.json:
-        values = {**dataclasses.asdict(spec), "defaults": dict(spec.defaults), "sources": dict(spec.sources)}
-        values["approximate"] = _inexact(spec)
-        print(json.dumps({"path": str(checkpoint.path), "spec": values, "problems": problems}, indent=2))
-    else:
-        _print(checkpoint, spec, problems)
-    return 1 if problems else 0
-
-
-def _locate(name: str) -> Path:
-    path = Path(name)
-    if path.exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except Exception as error:
-        raise CheckpointError(f"{name} is neither a directory nor a hub id in the local cache.") from error
-
-
-def _problems(checkpoint: Checkpoint) -> list[str]:
-    problems = []
-    try:
-        check_weights(checkpoint.path)
-    except DiffusionError as error:
-        problems.append(str(error))
-    if not has_tokenizer(checkpoint.path):
-        problems.append("No tokenizer files: give mlx_lm.generate the source model's directory with --tokenizer.")
     return problems
 
 
