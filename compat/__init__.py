@@ -276,7 +276,7 @@ def check(module: ModuleType, leans: Callable[[], Leans]) -> list[Judgement]:
 def gone(module: ModuleType, leans: Callable[[], Leans]) -> list[Judgement]:
     """The modules of an upstream module's host that are leaned on and not there, as a new release may have it."""
     record = _installed_record(module)
-    root = (module.__file__ or "").removesuffix(os.path.join(*_name_in(record, module.__name__).split("/")))
+    root = (getattr(module, "__file__", None) or "").removesuffix(os.path.join(*_name_in(record, module.__name__).split("/")))
     all_there = record and all(os.path.exists(os.path.join(root, *name.split("/"))) for name in record)
     if all_there or _source(module) is None:
         return []
@@ -289,9 +289,10 @@ def _installed_record(module: ModuleType) -> Mapping[str, Any]:
 
 
 def _source(module: ModuleType) -> bytes | None:
-    loader: Any = module.__loader__
+    file = getattr(module, "__file__", None) or ""
+    get_data = getattr(module.__loader__, "get_data", None)
     try:
-        return loader.get_data(module.__file__) if (module.__file__ or "").endswith(".py") else None
+        return get_data(file) if get_data and file.endswith(".py") else None
     except OSError:
         return None
 
