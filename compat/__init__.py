@@ -12,6 +12,7 @@ What this says of files that are not known is remembered in the user's cache dir
 the installed files.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -30,6 +31,7 @@ from typing import Any
 # First and last release the patches are tested with; pyproject.toml says the same.
 TESTED = {"mlx-lm": ("0.31.3", "0.32.2"), "mlx-vlm": ("0.7.1", "0.7.10")}
 
+VERDICTS = ("known", "same", "changed", "incompatible")
 _REMEMBERED = 20  # judgements that stay on disk
 
 
@@ -61,14 +63,15 @@ Leans = Mapping[str, Sequence[Lean]]  # upstream module -> what is leaned on in 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one symbol of an installed host is: `verdict` is "known", "same", "changed" or "incompatible" (`detail`
-    says why, `lost` what is lost). The symbol "" stands for a module that is gone."""
+    """What one symbol of an installed host is: `verdict` is one of `VERDICTS` (of the last, `detail` says why and
+    `lost` what is lost), `file` such as "mlx_lm/utils.py". The symbol "" stands for a module that is gone."""
 
     target: str
     symbol: str
     verdict: str
     detail: str = ""
     lost: str = ""
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,11 +144,22 @@ def releases(package: str) -> list[str]:
     folder = files(__name__) / "upstream"  # which may lie in a zip file
     names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     found = [m[1] for name in names if (m := re.fullmatch(rf"{re.escape(package)}-(\d.*)\.json", name))]
+    found = [version for version in found if is_version(version)]
     if found:
         from packaging.version import Version
 
         found.sort(key=Version)
     return found
+
+
+def is_version(text: str) -> bool:
+    """Whether releases can be ordered by it."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return bool(Version(text))
+    except InvalidVersion:
+        return False
 
 
 @cache
@@ -176,7 +190,7 @@ def make_record(host: Installed, leans: Leans) -> dict[str, Any]:
 
 def _find(host: Installed, target: str) -> _File | None:
     path = target.replace(".", "/")
-    for name in (f"{path}.py", f"{path}/__init__.py"):
+    for name in (f"{path}/__init__.py", f"{path}.py"):  # as Python looks
         data = host.read(name)
         if data is not None:
             return _File(name, data, hashlib.sha256(data).hexdigest())
@@ -203,7 +217,7 @@ def judge(host: Installed, leans: Leans) -> list[Judgement]:
             continue
         known = [record[file.name] for record in records if file.name in record]
         if file.sha256 in [entry["sha256"] for entry in known]:
-            judgements += [Judgement(target, lean.symbol, "known") for lean in wanted]
+            judgements += [Judgement(target, lean.symbol, "known", file=file.name) for lean in wanted]
         else:
             # A module that became a package is compared with what it was.
             known = known or [record[f"{path}.py"] for record in records if f"{path}.py" in record]
@@ -217,21 +231,21 @@ def _judge_symbols(target: str, file: _File, wanted: Sequence[Lean], known: list
     try:
         source = Source(file.data)
     except (SyntaxError, ValueError) as error:
-        return [Judgement(target, "", "incompatible", f"{file.name} cannot be read ({error})", _all_lost(wanted))]
+        why = f"{file.name} cannot be read ({error})"
+        return [Judgement(target, "", "incompatible", why, _all_lost(wanted), file.name)]
     judgements = []
     for lean in wanted:
         symbol = source.symbol(lean.symbol)
         entries = [entry["symbols"][lean.symbol] for entry in known if lean.symbol in entry["symbols"]]
         if symbol is None:
-            judgement = Judgement(target, lean.symbol, "incompatible", f"there is no {lean.symbol}", lean.lost)
+            verdict, why = "incompatible", f"there is no {lean.symbol}"
         elif symbol.hash in [hashed for hashed, _ in entries]:
-            judgement = Judgement(target, lean.symbol, "same")
+            verdict, why = "same", ""
         else:
             signatures = [signature for _, signature in entries]
             why = misfit(lean.symbol, signatures, symbol.signature, lean.parameters, lean.called)
-            lost = lean.lost if why else ""
-            judgement = Judgement(target, lean.symbol, "incompatible" if why else "changed", why, lost)
-        judgements.append(judgement)
+            verdict = "incompatible" if why else "changed"
+        judgements.append(Judgement(target, lean.symbol, verdict, why, lean.lost if why else "", file.name))
     return judgements
 
 
@@ -241,13 +255,11 @@ def _all_lost(wanted: Sequence[Lean]) -> str:
 
 def _record_before(host: Installed) -> dict[str, Any]:
     """The record of the newest release that is not newer than a host, or the oldest."""
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import Version
 
-    versions = releases(host.package)
-    try:
+    versions = earlier = releases(host.package)
+    if is_version(host.version):
         earlier = [version for version in versions if Version(version) <= Version(host.version)]
-    except InvalidVersion:
-        earlier = versions
     return record_of(host.package, (earlier or versions[:1])[-1]) or {}
 
 
@@ -276,8 +288,11 @@ def check(module: ModuleType, leans: Callable[[], Leans]) -> list[Judgement]:
 def gone(module: ModuleType, leans: Callable[[], Leans]) -> list[Judgement]:
     """The modules of an upstream module's host that are leaned on and not there, as a new release may have it."""
     record = _installed_record(module)
-    root = (getattr(module, "__file__", None) or "").removesuffix(os.path.join(*_name_in(record, module.__name__).split("/")))
-    all_there = record and all(os.path.exists(os.path.join(root, *name.split("/"))) for name in record)
+    root = (getattr(module, "__file__", None) or "").removesuffix(
+        os.path.join(*_name_in(record, module.__name__).split("/"))
+    )
+    # In a zip file nothing is gone that its release has.
+    all_there = record and (not os.path.isdir(root) or all(os.path.exists(os.path.join(root, name)) for name in record))
     if all_there or _source(module) is None:
         return []
     return [j for j in _judge_installed(module, leans) if j.symbol == "" and j.target not in sys.modules]
@@ -313,27 +328,53 @@ def _judge_installed(module: ModuleType, leans: Callable[[], Leans]) -> list[Jud
 
 def judge_once(host: Installed, leans: Leans) -> list[Judgement]:
     """As `judge`, with what is remembered of the same files."""
+    from .fingerprint import __file__ as how
+
+    loader: Any = sys.modules[__name__].__loader__
+    judges = [hashlib.sha256(loader.get_data(file)).hexdigest() for file in (__file__, how)]
+    files = [(file.name, file.sha256) for target in sorted(leans) if (file := _find(host, target)) is not None]
     known = [record_of(host.package, version) for version in releases(host.package)]
-    key = hashlib.sha256(repr([host, sorted(leans.items()), known]).encode())
-    for target in sorted(leans):
-        file = _find(host, target)
-        key.update(f"{target} {file and file.sha256}\n".encode())
-    path = _cache_directory() / f"{host.package}-{host.version}-{key.hexdigest()[:32]}.json"
-    try:
-        return [Judgement(**entry) for entry in json.loads(path.read_text())]
-    except (OSError, ValueError, TypeError):  # not judged yet, or somebody else's file
-        pass
+    told = [host, sorted(leans.items()), files, known, judges, sys.version_info[:2]]
+    key = hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+    directory = _cache_directory()
+    path = None if directory is None else directory / f"{host.package}-{key}.json"
+    remembered = _remembered(path, leans)
+    if remembered is not None:
+        return remembered
     judgements = judge(host, leans)
-    _remember(path, json.dumps([asdict(judgement) for judgement in judgements]))
+    if path is not None:
+        _remember(path, json.dumps([asdict(judgement) for judgement in judgements]))
     return judgements
 
 
-def _cache_directory() -> Path:
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _cache_directory() -> Path | None:
+    """The user's, or None where the user has no home."""
+    try:
+        if sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+            base = base if base.is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored
+    except RuntimeError:
+        return None
     return base / "mlx-dllm-plugin" / "compat"
+
+
+def _remembered(path: Path | None, leans: Leans) -> list[Judgement] | None:
+    """What a file remembers, or None: not judged yet, or not what `_remember` writes."""
+    try:
+        if path is None or not path.is_file() or path.stat().st_size > 1 << 20:
+            return None
+        judgements = [Judgement(**entry) for entry in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    possible = {(target, symbol) for target, wanted in leans.items() for symbol in ("", *(x.symbol for x in wanted))}
+    for judgement in judgements:
+        if not all(isinstance(value, str) for value in asdict(judgement).values()):
+            return None
+        if (judgement.target, judgement.symbol) not in possible or judgement.verdict not in VERDICTS:
+            return None
+    return judgements or None
 
 
 def _remember(path: Path, text: str) -> None:
@@ -347,7 +388,8 @@ def _remember(path: Path, text: str) -> None:
         for old in files[:-_REMEMBERED]:
             old.unlink(missing_ok=True)
     except OSError:
-        pass
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def warn_of_drift(host: str) -> None:
@@ -358,7 +400,7 @@ def warn_of_drift(host: str) -> None:
     _warned.add(host)
     files: dict[str, list[str]] = {}
     for judgement in changed:
-        symbols = files.setdefault(f"{judgement.target.replace('.', '/')}.py", [])
+        symbols = files.setdefault(judgement.file, [])
         symbols += [judgement.symbol] if judgement.symbol != "*" else []
     what = "; ".join(f"{file}: {', '.join(symbols)}" if symbols else file for file, symbols in files.items())
     first, last = TESTED[distribution(host)]

@@ -6,19 +6,24 @@ judges an installation, or wheels, as the plugin does when a host is imported.
 
 import argparse
 import json
+import os
 import sys
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import _active_boot
 from ..errors import PREFIX, DiffusionError
 from ..patches import leaned_on
 from . import (
     TESTED,
+    VERDICTS,
     Installed,
     Judgement,
     installed,
+    is_version,
     judge,
     make_record,
     record_of,
@@ -26,7 +31,6 @@ from . import (
 )
 
 HOSTS = tuple(package.replace("-", "_") for package in TESTED)
-ORDER = ("known", "same", "changed", "incompatible")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,11 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True)
     what = "wheels of mlx-lm or mlx-vlm; without any, what is installed"
-    record_parser = commands.add_parser("record", help="add versions to the records")
+    says = "Write the record of each version, and print how it differs from the one before."
+    record_parser = commands.add_parser("record", help="add versions to the records", description=says)
     record_parser.add_argument("wheels", nargs="*", type=Path, help=what)
     record_parser.add_argument("--output", type=Path, help="directory of the records, outside of a checkout")
     record_parser.add_argument("--force", action="store_true", help="replace the record of a version by another")
-    check_parser = commands.add_parser("check", help="judge versions")
+    says = "Print what each version is to the plugin. The exit status is 1 when something is incompatible."
+    check_parser = commands.add_parser("check", help="judge versions", description=says)
     check_parser.add_argument("wheels", nargs="*", type=Path, help=what)
     check_parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
@@ -47,14 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         hosts = [_open(wheel) for wheel in args.wheels] or [host for name in HOSTS if (host := installed(name))]
         if not hosts:
             raise DiffusionError(f"None of {', '.join(TESTED)} is installed: install one, or give its wheel.")
+        status = 0
         if args.command == "check":
-            return check(hosts, as_json=args.json)
-        for host in hosts:
-            record(host, _directory(args.output), force=args.force)
-        return 0
+            status = check(hosts, as_json=args.json)
+        else:
+            for host in hosts:
+                record(host, _directory(args.output), force=args.force)
+        sys.stdout.flush()
+        return status
     except DiffusionError as error:
         print(f"{PREFIX} error: {error}", file=sys.stderr)
-        return 1
+    except BrokenPipeError:  # the reader has gone, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, KeyError, TypeError, ValueError, zlib.error, zipfile.BadZipFile) as error:
+        print(f"{PREFIX} error: a file cannot be read or written ({_active_boot.describe(error)}).", file=sys.stderr)
+    return 1
 
 
 def check(hosts: Sequence[Installed], *, as_json: bool = False) -> int:
@@ -73,7 +86,7 @@ def check(hosts: Sequence[Installed], *, as_json: bool = False) -> int:
 
 
 def _print(host: Installed, judgements: Sequence[Judgement]) -> None:
-    counts = {verdict: sum(judgement.verdict == verdict for judgement in judgements) for verdict in ORDER}
+    counts = {verdict: sum(judgement.verdict == verdict for judgement in judgements) for verdict in VERDICTS}
     found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     first, last = TESTED[host.package]
     print(f"{host.package} {host.version} (written for {first} to {last}): {found}")
@@ -92,13 +105,18 @@ def record(host: Installed, directory: Path, *, force: bool = False) -> None:
     Raises:
         DiffusionError: the version is recorded with other files, or nothing of it is leaned on.
     """
+    if not is_version(host.version):
+        raise DiffusionError(
+            f"The version of {host.package} is {host.version!r}, which cannot be ordered: give a wheel."
+        )
     new = make_record(host, leaned_on(host.package.replace("-", "_")))
     if not new["files"]:
         raise DiffusionError(f"{host.package} {host.version} has none of the files that the plugin leans on.")
     path = directory / f"{host.package}-{host.version}.json"
     if path.is_file() and not force:
         old = json.loads(path.read_text())["files"]
-        other = [name for name in old if name in new["files"] and old[name]["sha256"] != new["files"][name]["sha256"]]
+        hashes = {name: entry["sha256"] for name, entry in new["files"].items()}
+        other = [name for name, entry in old.items() if entry["sha256"] != hashes.get(name)]
         if other:
             raise DiffusionError(
                 f"{path.name} is there with another {other[0]}: the installed files were changed, or the record is "
@@ -161,12 +179,13 @@ def _as_text(record: dict[str, Any]) -> str:
 
 def _open(wheel: Path) -> Installed:
     """Raises DiffusionError when it is not a wheel of a host."""
-    host, _, rest = wheel.name.partition("-")
-    if wheel.suffix != ".whl" or host not in HOSTS or not zipfile.is_zipfile(wheel):
-        raise DiffusionError(f"{wheel} is not a wheel of {' or '.join(TESTED)}.")
+    host, version, *tags = [*wheel.stem.split("-"), ""]
+    is_wheel = wheel.suffix == ".whl" and len(tags) in (4, 5) and wheel.is_file() and zipfile.is_zipfile(wheel)
+    if host not in HOSTS or not is_version(version) or not is_wheel:
+        raise DiffusionError(f"{wheel} is not a wheel of {' or '.join(TESTED)}, as pip download names them.")
     with zipfile.ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist() if name.startswith(f"{host}/")}
-    return Installed(host.replace("_", "-"), rest.partition("-")[0], files.get)
+    return Installed(host.replace("_", "-"), version, files.get)
 
 
 def _directory(given: Path | None) -> Path:

@@ -5,6 +5,7 @@ between Python versions; the lines where a symbol starts and ends do not, so `as
 """
 
 import ast
+import codecs
 import hashlib
 import io
 import itertools
@@ -30,21 +31,29 @@ class Source:
     """The text of a file, to look symbols up in. Raises SyntaxError for what this Python cannot read."""
 
     def __init__(self, data: bytes):
+        # Python reads any line end as this one; tokenizers differ on lone carriage returns and on the mark.
+        data = data.removeprefix(codecs.BOM_UTF8).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         self._body = ast.parse(data).body
         self._tokens = list(_tokens(data))
 
     def symbol(self, name: str) -> Symbol | None:
-        """A definition, assignment or import in the module ("name"), or in a class of it ("Class.name")."""
+        """A definition, assignment or import in the module ("name"), or in a class of it ("Class.name"). What is
+        imported, or a member of it, or may come by an `import *`, is an "import": its text is elsewhere."""
         if name == WHOLE:
             return Symbol(_digest(self._text(1, None)), "file")
         *path, last = name.split(".")
         body: Sequence[ast.stmt] = self._body
         for part in path:
-            owners = [node for node in _find(body, part) if isinstance(node, ast.ClassDef)]
+            owners = _find(body, part) or _find(body, "*")
             if not owners:
                 return None
-            body = owners[-1].body
-        nodes = _find(body, last)
+            owner = owners[-1]
+            if isinstance(owner, ast.Import | ast.ImportFrom):
+                return Symbol(_digest(self._of(owner, name)), "import")
+            if not isinstance(owner, ast.ClassDef):
+                return None
+            body = owner.body
+        nodes = _find(body, last) or _find(body, "*")
         if not nodes:
             return None
         return Symbol(_digest(part for node in nodes for part in self._of(node, last)), _signature(nodes[-1]))
@@ -52,7 +61,8 @@ class Source:
     def _of(self, node: ast.stmt, name: str) -> Iterable[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):  # its line may name others too
             where = f"{'.' * node.level}{node.module or ''}" if isinstance(node, ast.ImportFrom) else ""
-            return (f"{where} {a.name} as {name}" for a in node.names if _bound(a) == name)
+            first = name.partition(".")[0]
+            return (f"{where} {a.name} as {name}" for a in node.names if _bound(a) in (first, "*"))
         decorators = getattr(node, "decorator_list", [])
         text = self._text(min([node.lineno, *(d.lineno for d in decorators)]), node.end_lineno)
         return itertools.dropwhile((_IN, _OUT).__contains__, text)  # those end what stands before it
@@ -68,21 +78,24 @@ def misfit(name: str, known: Iterable[str], now: str, wanted: Sequence[str] = ()
     Args:
         known: the recorded signatures.
         wanted: parameters that must be there, in this order.
-        called: this package calls it, so it must not need more than it ever did.
+        called: this package calls it, by position, so it must not need more than it ever did.
     """
     signatures = [signature.partition(" ") for signature in known]
     kind, _, parameters = now.partition(" ")
     kinds = {before for before, _, _ in signatures}
-    if kinds and kind not in kinds and "import" not in {kind, *kinds}:
-        return f"{name} is a {kind}, not a {' or '.join(sorted(kinds))}"
-    if kind in ("import", "value", "file"):
+    if kind in ("import", "value", "file"):  # what that is shows when it is imported
         return ""
+    if kinds and kind not in kinds and "import" not in kinds:
+        return f"{name} is a {kind}, not a {' or '.join(sorted(kinds))}"
     names = [part.lstrip("*").rstrip("=") for part in _parts(parameters)]
     rest = iter(names)
     for parameter in wanted:
         if parameter not in rest:  # consumes up to the match, so the order counts
             return f"{name} has no parameter {parameter!r} where expected ({', '.join(names)})"
     if called:
+        by_name = itertools.dropwhile(lambda part: not part.startswith("*"), parameters.strip("()").split(", "))
+        if alone := [part.rstrip("=") for part in by_name if part.rstrip("=") in wanted]:
+            return f"{name} takes {alone[0]!r} by name alone"
         had = {part.lstrip("*").rstrip("=") for _, _, before in signatures for part in _parts(before)}
         more = [part for part in _parts(parameters) if part.isidentifier() and part not in had]
         if more:
@@ -129,7 +142,7 @@ def _joined(tokens: list[tokenize.TokenInfo], data: bytes) -> Iterator[tuple[int
         if step == -1 and depth == 0:
             yield start[0], tokenize.STRING, _slice(lines, start, token.end)
         elif depth == 0 and token.type not in _LEFT_OUT:
-            yield token.start[0], token.type, token.string.replace("\r\n", "\n")
+            yield token.start[0], token.type, token.string
 
 
 def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:

@@ -50,8 +50,11 @@ def complain(message: str, error: BaseException | None = None) -> None:
 
     if sys.stderr is None:  # pythonw, detached daemons
         return
-    print(f"[mlx-dllm-plugin] {message}", file=sys.stderr)
-    if error is not None and os.environ.get("MLX_DLLM_DEBUG") == "1":
-        import traceback
+    try:
+        print(f"[mlx-dllm-plugin] {message}", file=sys.stderr)
+        if error is not None and os.environ.get("MLX_DLLM_DEBUG") == "1":
+            import traceback
 
-        traceback.print_exception(error, file=sys.stderr)
+            traceback.print_exception(error, file=sys.stderr)
+    except (OSError, ValueError):  # nobody reads it, or it is closed
+        pass

@@ -47,7 +47,7 @@ class Redirect:
     """Send calls of an upstream function or method to `replacement(original, *args, **kwargs)`.
 
     `symbol` is a name in the module ("generate", "Class.method"). `parameters` must appear in this order in the
-    signature upstream, and the names `needs` in its module. `reason` says what is lost without this change, if that is
+    signature upstream, and what it `needs` in its module. `reason` says what is lost without this change, if that is
     not what `Patch.reason` says.
     """
 
@@ -55,7 +55,7 @@ class Redirect:
     replacement: Callable[..., Any]
     parameters: tuple[str, ...] = ()
     reason: str = ""
-    needs: tuple[str, ...] = ()
+    needs: tuple[Lean | str, ...] = ()
 
     def prepare(self, module: ModuleType) -> _Swap:
         """Look everything up.
@@ -69,8 +69,8 @@ class Redirect:
             raise PatchError(f"{self.symbol} is not a plain function but {type(function).__name__}")
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise PatchError(f"{self.symbol} is asynchronous")
-        for name in self.needs:
-            _look_up(module, name)
+        for lean in map(_as_lean, self.needs):
+            _look_up(module, lean.symbol)
         names = list(inspect.signature(function).parameters)
         rest = iter(names)
         for wanted in self.parameters:
@@ -86,15 +86,22 @@ class Replace:
     symbol: str
     make: Callable[[Any], Any]
     reason: str = ""
+    kind: type = object
 
     def prepare(self, module: ModuleType) -> _Swap:
         """Look everything up.
 
         Raises:
-            PatchError: the symbol is missing.
+            PatchError: the symbol is missing, or not of the `kind`.
         """
         owner, name, before = _look_up(module, self.symbol)
+        if not isinstance(before, self.kind):
+            raise PatchError(f"{self.symbol} is not a {self.kind.__name__} but {type(before).__name__}")
         return _NameSwap(owner, name, before, self.make(before))
+
+
+def _as_lean(name: Lean | str) -> Lean:
+    return Lean(name) if isinstance(name, str) else name
 
 
 @dataclass(frozen=True)
@@ -119,8 +126,8 @@ class Patch:
             lost = change.reason or self.reason
             found[change.symbol] = Lean(change.symbol, getattr(change, "parameters", ()), lost=lost)
         for change in self.changes:
-            for name in getattr(change, "needs", ()):
-                found.setdefault(name, Lean(name, called=True, lost=change.reason or self.reason))
+            for lean in map(_as_lean, getattr(change, "needs", ())):
+                found.setdefault(lean.symbol, replace(lean, called=True, lost=change.reason or self.reason))
         for lean in self.leans:
             found.setdefault(lean.symbol, replace(lean, lost=lean.lost or self.reason))
         return tuple(found.values())
@@ -212,6 +219,7 @@ class _NameSwap(_Swap):
 
 _TARGETS: dict[str, ModuleType] = {}  # upstream module -> package that says what is done with it
 _MET: set[str] = set()  # hosts of which a module was compared
+_SAID: set[str] = set()  # the lines about changes that are off
 _INCOMPARABLE: set[str] = set()  # those where that failed, which is said once
 _SWAPS: dict[tuple[str, str], list[_Swap]] = {}  # (target, symbol) -> what was done, in order
 _RECORDS: dict[tuple[str, str], Record] = {}
@@ -237,7 +245,7 @@ def patch_of(target: str) -> Patch:
     name = target.partition(".")[2]
     if name in _leans(package):
         reason, leans = _leans(package)[name]
-        return Patch(target, reason, leans=tuple(Lean(lean) if isinstance(lean, str) else lean for lean in leans))
+        return Patch(target, reason, leans=tuple(map(_as_lean, leans)))
     patch = importlib.import_module(f"{package.__name__}.{name}").PATCH
     if patch.target != target:
         raise PatchError(f"its file patches {patch.target!r}")
@@ -329,9 +337,9 @@ def apply(module: ModuleType, patch: Patch | None = None) -> None:
             _disable(target, lean.symbol, misfits[lean.symbol], lean.lost or patch.reason)
     for change in patch.changes:
         try:
-            for name in ("", change.symbol, *getattr(change, "needs", ())):
-                if name in misfits:
-                    raise PatchError(misfits[name])
+            for lean in map(_as_lean, ("", change.symbol, *getattr(change, "needs", ()))):
+                if lean.symbol in misfits:
+                    raise PatchError(misfits[lean.symbol])
             swap = change.prepare(module)
         except PatchError as error:
             _disable(target, change.symbol, str(error), change.reason or patch.reason)
@@ -364,8 +372,8 @@ def _compare(module: ModuleType) -> dict[str, str]:
         return {}
     try:
         compat.warn_of_drift(host)
-    except Warning as warning:  # python -W error: a host must never fail because of us
-        _active_boot.complain(str(warning))
+    except Exception as error:  # python -W error, or whatever shows warnings: a host must never fail because of us
+        _active_boot.complain(str(error))
     return misfits
 
 
@@ -406,7 +414,10 @@ def _disable(target: str, symbol: str, problem: str, lost: str, error: Exception
     leaned = target in _TARGETS and target not in _patched()
     what = f"{what} is not as known" if leaned else f"the patch of {what} is off"
     lost = f" Without it: {lost.rstrip('.')}." if lost else ""
-    _active_boot.complain(f"{compat.describe_host(target)}: {what}, {problem}.{lost}", error)
+    line = f"{compat.describe_host(target)}: {what}, {problem}.{lost}"
+    if line not in _SAID:
+        _SAID.add(line)
+        _active_boot.complain(line, error)
 
 
 def _hook(spec: ModuleSpec) -> None:

@@ -6,6 +6,7 @@ first words of a test's name are its column in the README's table (`tests.matrix
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import platform
@@ -238,20 +239,21 @@ def test_llada22_vlm_from_python(v22: Path, llada22: list[dict[str, Any]], mlx_v
 # --- the server
 
 
-@pytest.fixture(scope="module")
-def server(
-    v22: Path, mlx_vlm: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., tuple[int, str]]]:
-    """mlx-vlm's server in a process of its own: posts a chat request, returns status and body."""
+Post = Callable[..., tuple[int, str]]
+
+
+@contextlib.contextmanager
+def served(module: str, model: Path, folder: Path) -> Iterator[Post]:
+    """A host's server in a process of its own: posts a chat request, returns status and body."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlx_vlm.server", "--model", str(v22), "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", module, "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
     url = f"http://127.0.0.1:{port}"
 
     def post(**more: Any) -> tuple[int, str]:
         messages = [{"role": "user", "content": QUESTION}]
-        body = {"model": str(v22), "messages": messages, "max_tokens": 64, "temperature": 0, **more}
+        body = {"model": str(model), "messages": messages, "max_tokens": 64, "temperature": 0, **more}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
         try:
@@ -260,7 +262,7 @@ def server(
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    log = tmp_path_factory.mktemp("server") / "log"
+    log = folder / "log"
     with log.open("wb") as told, subprocess.Popen(command, stdout=told, stderr=told) as serving:
         try:
             for _ in range(300):
@@ -275,7 +277,13 @@ def server(
             serving.terminate()
 
 
-def test_server_answers_llada22(server: Callable[..., tuple[int, str]], llada22: list[dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def server(v22: Path, mlx_vlm: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Post]:
+    with served("mlx_vlm.server", v22, tmp_path_factory.mktemp("server")) as post:
+        yield post
+
+
+def test_server_answers_llada22(server: Post, llada22: list[dict[str, Any]]) -> None:
     status, body = server()
     assert status == 200, body
     answer = json.loads(body)
@@ -287,7 +295,7 @@ def test_server_answers_llada22(server: Callable[..., tuple[int, str]], llada22:
     assert "".join(parts) == llada22_text(llada22[0]) and len([part for part in parts if part]) == 2  # its blocks
 
 
-def test_server_refuses_what_it_cannot_do(server: Callable[..., tuple[int, str]]) -> None:
+def test_server_refuses_what_it_cannot_do(server: Post) -> None:
     status, body = server(unmasking="nope")
     assert status == 400 and "Unknown unmasking rule" in body
 
@@ -351,6 +359,15 @@ def test_refusals_of_a_command(
     (line,) = outcome.err.splitlines()
     assert line.startswith(f"{ERROR}mlx_lm.{command} does not work with diffusion checkpoints")
     assert outcome.status == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_refusals_of_a_request_that_names_another_model(ar: Path, gpt2: Path, tmp_path: Path) -> None:
+    with served("mlx_lm.server", ar, tmp_path) as post:
+        assert post()[0] == 200
+        for _ in range(2):  # the first must not leave it loaded
+            status, body = post(model=str(gpt2))
+            assert status >= 400 and "mlx_lm.server does not work with diffusion checkpoints" in body
+        assert post()[0] == 200
 
 
 def test_refusals_from_python(gpt2: Path) -> None:

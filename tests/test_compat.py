@@ -15,6 +15,7 @@ import time
 import tomllib
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -336,9 +337,9 @@ def test_the_same_symbols_say_nothing_and_are_remembered(copy):
     entries = [{**entry, **wrong} if entry["symbol"] == "stream_generate" else entry for entry in entries]
     file.write_text(json.dumps(entries))
     assert run(copy, "-c", "import mlx_lm").stderr.count("stream_generate is off") == 1
-    for broken in ("", "{", "[]]", "[1]", '[{"target": 1}]', "null"):
+    for broken in ("", "{", "[" * 200_000, "null", "{}"):
         file.write_text(broken)
-        assert run(copy, "-c", "import mlx_lm").stderr == "", broken
+        assert run(copy, "-c", "import mlx_lm").stderr == "", broken[:9]
         assert len(json.loads(file.read_text())) == len(entries)
     edit(copy / "mlx_lm/utils.py", "# a comment", "# another")
     assert run(copy, "-c", "import mlx_lm").stderr == ""
@@ -374,6 +375,87 @@ def test_a_warning_can_be_filtered_and_made_an_error(copy):
     result = run(copy, "-c", error + SHOW)
     assert (result.returncode, result.stdout) == (0, "| 47 + 38 = 85\n[]\n")  # a host never fails because of us
     assert result.stderr.startswith("[mlx-dllm-plugin] mlx-lm ") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("way", ["closed", "raises"])
+def test_a_warning_that_cannot_be_shown_does_not_matter(copy, way):
+    edit(copy / "mlx_lm/generate.py", "class GenerationResponse:\n", "class GenerationResponse:\n    extra = 1\n")
+    edit(copy / "mlx_lm/perplexity.py", "def eval_ppl(", "def perplexity(")
+    code = {
+        "closed": "import sys; sys.stderr.close()",
+        "raises": "import warnings\ndef show(*a, **k): raise RuntimeError('x')\nwarnings.showwarning = show",
+    }[way]
+    result = run(copy, "-c", f"{code}\nimport mlx_lm, mlx_lm.perplexity; print('works')")
+    assert (result.returncode, result.stdout) == (0, "works\n")
+
+
+def test_a_line_is_said_once(copy):
+    edit(copy / "mlx_lm/perplexity.py", "def eval_ppl(", "def perplexity(")
+    code = "import mlx_dllm_plugin as p, mlx_lm.perplexity\nfor _ in range(3): p.deactivate(); p.activate()"
+    assert run(copy, "-c", code).stderr.count("eval_ppl is off") == 1
+
+
+def test_what_moved_and_is_imported_back_is_still_patched(copy):
+    for name, private in (("utils", ["_download", "_get_classes"]), ("generate", [])):
+        (copy / f"mlx_lm/{name}.py").rename(copy / f"mlx_lm/_{name}.py")
+        lines = [f"from ._{name} import {what}\n" for what in ("*", *private)]
+        (copy / f"mlx_lm/{name}.py").write_text("".join(lines))
+    code = f"{SHOW}\nimport sys\ntry: sys.modules['mlx_lm.generate'].BatchGenerator(model)\n"
+    result = run(copy, "-W", "ignore", "-c", code + "except ValueError as error: print(error)")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[:2] == ["| 47 + 38 = 85", "[]"]
+    assert lines[2].startswith("mlx_lm.generate.BatchGenerator does not work with diffusion checkpoints")
+
+
+def test_a_call_for_another_model_is_passed_on_as_it_came(tmp_path):
+    from mlx_dllm_plugin.patches.mlx_lm import utils
+
+    def load_model(*, model_path, lazy=False):
+        return model_path, lazy
+
+    def load_tokenizer(*, model_path, tokenizer_config_extra=None):
+        return model_path, tokenizer_config_extra
+
+    ar = make_ar_model(tmp_path / "ar", ROOT / "tests/data/a2d/gpt2-grow/run/model")
+    assert utils.load_model(load_model, model_path=str(ar), lazy=True) == (ar, True)
+    assert utils.load_tokenizer(load_tokenizer, model_path=str(ar)) == (ar, None)
+    assert utils.load_tokenizer(load_tokenizer, model_path=ar, tokenizer_config_extra={"a": 1}) == (ar, {"a": 1})
+
+
+def test_other_models_do_not_mind_what_a_host_calls_its_attributes():
+    from mlx_dllm_plugin.patches.mlx_lm import evaluate, server
+
+    nothing = SimpleNamespace(model=None)
+    assert server.load(lambda self: None, SimpleNamespace()) is None
+    assert evaluate.refused(lambda self: "scores", SimpleNamespace()) == "scores"
+    upstream("mlx_vlm")
+    pytest.importorskip("fastapi")
+    from mlx_dllm_plugin.patches.mlx_vlm.server import generation
+
+    assert generation.generate(lambda self, prompt: prompt, nothing, "text") == "text"
+    assert generation.generate(lambda self, prompt: prompt, SimpleNamespace(), "text") == "text"
+    assert generation.initialize_model(lambda self: "model", SimpleNamespace()) == "model"
+
+
+def test_a_refused_model_does_not_stay_in_the_server():
+    """Else the next request that names it finds it loaded."""
+    from mlx_dllm_plugin.patches.mlx_lm import server
+
+    def load(provider: SimpleNamespace) -> None:
+        provider.model_key, provider.model = "key", SimpleNamespace(diffusion_spec=1)
+
+    provider = SimpleNamespace(draft_model=None)
+    with pytest.raises(ValueError, match="mlx_lm.server does not work with diffusion checkpoints"):
+        server.load(load, provider)
+    assert vars(provider) == dict.fromkeys(("model_key", "model", "tokenizer", "draft_model"))
+
+
+def test_a_value_of_another_type_is_not_replaced():
+    module = type(sys)("toyhost.toy")
+    module.recipes = {"a": 1}
+    with pytest.raises(patches.PatchError, match="recipes is not a list but dict"):
+        patches.Replace("recipes", list, kind=list).prepare(module)
 
 
 def test_an_incompatible_symbol_turns_its_patch_off_alone(copy):
@@ -506,6 +588,76 @@ def test_what_mlx_vlm_would_decode_wrong_is_refused_when_it_is_decoded(tmp_path,
     )
 
 
+WELL = {"target": "mlx_lm.utils", "symbol": "load", "verdict": "changed"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *([], {}, "", None, 1, [1], [[]], [{}], ["x"]),
+        *([{**WELL, key: value}] for key in WELL for value in (5, ["x"], None, "other")),
+        [{**WELL, "detail": 1}],
+        [{**WELL, "more": ""}],
+        [{"target": "mlx_lm.utils"}],
+        [WELL, {**WELL, "verdict": 5}],
+    ],
+)
+def test_what_was_not_written_here_is_not_remembered(tmp_path, content):
+    (tmp_path / "x.json").write_text(json.dumps(content))
+    assert compat._remembered(tmp_path / "x.json", LEANS["mlx_lm"]) is None
+
+
+def test_what_is_no_file_or_too_large_is_not_remembered(tmp_path):
+    assert compat._remembered(None, LEANS["mlx_lm"]) is None
+    assert compat._remembered(tmp_path, LEANS["mlx_lm"]) is None
+    os.mkfifo(tmp_path / "fifo")
+    assert compat._remembered(tmp_path / "fifo", LEANS["mlx_lm"]) is None
+    (tmp_path / "x.json").write_text(json.dumps([WELL]))
+    assert compat._remembered(tmp_path / "x.json", LEANS["mlx_lm"]) == [Judgement(**WELL)]
+    (tmp_path / "x.json").write_text(" " * (1 << 20) + json.dumps([WELL]))
+    assert compat._remembered(tmp_path / "x.json", LEANS["mlx_lm"]) is None
+
+
+@pytest.mark.parametrize("what", ["leans", "python", "plugin", "records", "files", "version"])
+def test_what_a_verdict_depends_on_is_in_its_key(tmp_path, monkeypatch, what):
+    found, leans = upstream("mlx_lm"), LEANS["mlx_lm"]
+    monkeypatch.setattr(compat, "_cache_directory", lambda: tmp_path)
+    compat.judge_once(found, leans)
+    compat.judge_once(found, leans)
+    assert len(list(tmp_path.iterdir())) == 1
+    if what == "leans":
+        leans = {**leans, "mlx_lm.cli": (compat.Lean("main", ("x",)),)}
+    elif what == "python":
+        monkeypatch.setattr(sys, "version_info", (3, 99, 0))
+    elif what == "plugin":
+        monkeypatch.setattr(compat.fingerprint, "__file__", __file__)
+    elif what == "records":
+        monkeypatch.setattr(compat, "releases", lambda package: ["0.31.3"])
+    elif what == "files":
+        read = found.read
+        found = dataclasses.replace(found, read=lambda name: read(name) and (read(name) or b"") + b"\n")
+    else:
+        found = dataclasses.replace(found, version="1.0")
+    compat.judge_once(found, leans)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_without_a_home_nothing_is_remembered(monkeypatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert compat._cache_directory() is None
+    assert {j.verdict for j in compat.judge_once(upstream("mlx_lm"), LEANS["mlx_lm"])} <= set(compat.VERDICTS)
+
+
+def test_nothing_half_written_stays(tmp_path):
+    (tmp_path / "x.json").mkdir()
+    compat._remember(tmp_path / "x.json", "[]")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
 def test_old_judgements_are_thrown_away(tmp_path, monkeypatch):
     monkeypatch.setattr(compat, "_cache_directory", lambda: tmp_path)
     for i in range(compat._REMEMBERED + 5):
@@ -521,6 +673,8 @@ def test_where_judgements_are_kept(monkeypatch, tmp_path):
     assert compat._cache_directory() == tmp_path / "Library/Caches/mlx-dllm-plugin/compat"
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert compat._cache_directory() == tmp_path / ".cache/mlx-dllm-plugin/compat"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert compat._cache_directory() == tmp_path / ".cache/mlx-dllm-plugin/compat"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert compat._cache_directory() == tmp_path / "x/mlx-dllm-plugin/compat"
@@ -669,15 +823,71 @@ def test_a_record_is_not_replaced_by_another(wheels, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("mlx_lm-1.0.zip", b""), ("other-1.0-py3-none-any.whl", b""), ("mlx_lm-1.0-py3.whl", b"x")]
+    ("name", "content"),
+    [
+        ("mlx_lm-1.0.zip", b"zip"),
+        ("other-1.0-py3-none-any.whl", b"zip"),
+        ("mlx_lm-1.0-py3-none-any.whl", b"x"),
+        ("mlx_lm-1.0.whl", b"zip"),
+        ("mlx_lm-0.32.2.whl", b"zip"),
+        ("mlx_lm-.whl", b"zip"),
+        ("mlx_lm-not.a.version-py3-none-any.whl", b"zip"),
+        ("mlx_lm-1.0-py3-none-any.whl", None),
+        ("gone.whl", None),
+    ],
 )
 def test_what_is_no_wheel_of_a_host(tmp_path, capsys, name, content):
-    (tmp_path / name).write_bytes(content)
+    if content == b"zip":
+        zipfile.ZipFile(tmp_path / name, "w").close()
+    elif content is not None:
+        (tmp_path / name).write_bytes(content)
     for what in ("check", "record"):
         assert command.main([what, str(tmp_path / name)]) == 1
         assert capsys.readouterr().err == (
-            f"[mlx-dllm-plugin] error: {tmp_path / name} is not a wheel of mlx-lm or mlx-vlm.\n"
+            f"[mlx-dllm-plugin] error: {tmp_path / name} is not a wheel of mlx-lm or mlx-vlm, as pip download names "
+            "them.\n"
         )
+
+
+def test_files_that_cannot_be_read_or_written_are_one_sentence(wheels, tmp_path, capsys):
+    damaged = tmp_path / "mlx_lm-7.0-py3-none-any.whl"
+    data = bytearray(wheels["0.98"].read_bytes())
+    data[200:260] = bytes(60)
+    damaged.write_bytes(data)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/mlx-lm-0.98.json").write_text("{")
+    for arguments in (
+        ["check", damaged],
+        ["record", "--output", tmp_path / "file", wheels["0.98"]],
+        ["record", "--output", tmp_path / "old", wheels["0.98"]],
+    ):
+        assert command.main([str(argument) for argument in arguments]) == 1
+        error = capsys.readouterr().err
+        assert (
+            error.startswith("[mlx-dllm-plugin] error: a file cannot be read or written (") and error.count("\n") == 1
+        )
+
+
+def test_a_record_is_not_replaced_by_one_with_fewer_files(wheels, tmp_path, capsys):
+    assert command.main(["record", "--output", str(tmp_path / "r"), str(wheels["0.98"])]) == 0
+    smaller = tmp_path / "smaller" / wheels["0.98"].name
+    smaller.parent.mkdir()
+    with zipfile.ZipFile(wheels["0.98"]) as old, zipfile.ZipFile(smaller, "w") as new:
+        for name in old.namelist()[1:]:
+            new.writestr(name, old.read(name))
+    assert command.main(["record", "--output", str(tmp_path / "r"), str(smaller)]) == 1
+    assert "is there with another mlx_lm/" in capsys.readouterr().err
+
+
+def test_a_file_with_an_odd_name_among_the_records_is_no_release(tmp_path, monkeypatch):
+    import importlib.resources
+
+    (tmp_path / "upstream").mkdir()
+    for version in ("0.31.3", "0.9.0", "0.32.2.whl", "x"):
+        (tmp_path / f"upstream/mlx-lm-{version}.json").write_text("{}")
+    monkeypatch.setattr(importlib.resources, "files", lambda name: tmp_path)
+    assert compat.releases.__wrapped__("mlx-lm") == ["0.9.0", "0.31.3"]
 
 
 def test_a_wheel_without_anything_known(tmp_path, capsys):

@@ -91,6 +91,7 @@ def symbol(text: str, name: str) -> fingerprint.Symbol | None:
         ("separator", "import"),
         ("partial", "import"),
         ("numpy", "value"),
+        ("partial.method", "import"),
         ("*", "file"),
     ],
 )
@@ -112,6 +113,7 @@ SAME = {
     "white space": [("c=2, *rest", "c = 2,\n  *rest"), ("LIMIT: int", "LIMIT : int")],
     "indentation": [("        return y\n", "          return y\n"), ("    yield 1\n\ndef", "  yield 1\n\ndef")],
     "line ends": [("\n", "\r\n")],
+    "old line ends": [("\n", "\r")],
     "a mark at the start": [('\n"""A', '\ufeff\n"""A')],
 }
 
@@ -158,6 +160,24 @@ def test_indentation_that_says_something_counts():
     assert symbol("def f():\n  if a:\n    b\n    c", "f") != symbol("def f():\n  if a:\n    b\n  c", "f")
 
 
+def test_every_definition_of_a_name_counts():
+    first = TEXT.replace("return x\n", "return -x\n")
+    assert first != TEXT and symbol(first, "under_if") != symbol(TEXT, "under_if")
+
+
+def test_a_missing_end_of_the_last_line_does_not_count():
+    assert TEXT.endswith("self.x = x\n") and symbol(TEXT.rstrip(), "Made") == symbol(TEXT, "Made")
+
+
+def test_what_may_come_by_a_star_import_is_an_import():
+    text = "from ._core import *\ndef here(): pass"
+    for name in ("f", "Thing.method"):
+        found = symbol(text, name)
+        assert found is not None and found.signature == "import"
+        assert found != symbol("from .other import *", name)
+    assert symbol(text, "here") == symbol("def here(): pass", "here")
+
+
 def test_what_stands_before_does_not_count():
     alone = symbol("class A:\n  def f(self): return 1", "A.f")
     assert alone == symbol("class A:\n  def e(self):\n    if x:\n      return 2\n  def f(self): return 1", "A.f")
@@ -185,6 +205,11 @@ def test_names_like_our_marks_are_told_from_indentation():
         (["def (a)", "generator (a)"], "generator (a)", ("a",), False, ""),
         (["class (a)"], "def (a)", (), False, "f is a def, not a class"),
         (["value"], "def ()", (), False, "f is a def, not a value"),
+        (["def (a)"], "value", ("a",), False, ""),
+        (["def (a)"], "def (*, a)", ("a",), False, ""),
+        (["def (a)"], "def (*, a)", ("a",), True, "f takes 'a' by name alone"),
+        (["def (a, b=)"], "def (a, *rest, b=)", ("a", "b"), True, "f takes 'b' by name alone"),
+        (["def (a, b=)"], "def (a, *, b=)", ("a",), True, ""),
         (["def (a)"], "import", ("a",), False, ""),
         (["import"], "class (a)", (), False, ""),
         (["file"], "file", (), False, ""),
@@ -229,7 +254,8 @@ def test_another_python_takes_the_same_hashes(tmp_path):
     if not pythons:
         pytest.skip("no other Python from 3.11 on is installed here")
     (tmp_path / "text.py").write_text(TEXT)
-    wanted = {str(tmp_path / "text.py"): NAMES}
+    (tmp_path / "mark.py").write_bytes(b"\xef\xbb\xbfx = f'{1!r} {y}'; z = 1\n")
+    wanted = {str(tmp_path / "text.py"): NAMES, str(tmp_path / "mark.py"): ["x", "*"]}
     for host in ("mlx_lm", "mlx_vlm"):
         spec = importlib.util.find_spec(host)
         if spec is not None and spec.origin is not None:

@@ -33,7 +33,7 @@ PATCH = Patch(
             mixed_quant_predicate_builder,
             parameters=("recipe", "model", "group_size"),
         ),
-        Replace("QUANT_RECIPES", lambda old: [*old, *RECIPES]),
+        Replace("QUANT_RECIPES", lambda old: [*old, *RECIPES], kind=list),
         Redirect("main", cli.guarded("mlx_lm.convert")),
     ),
 )

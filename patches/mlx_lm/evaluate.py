@@ -6,7 +6,7 @@ from .. import Patch, Redirect, cli
 
 
 def refused(original: Any, /, self: Any, *args: Any, **kwargs: Any) -> Any:
-    cli.refuse_if_diffusion(self._model, "mlx_lm.evaluate")
+    cli.refuse_if_diffusion(getattr(self, "_model", None), "mlx_lm.evaluate")
     return original(self, *args, **kwargs)
 
 

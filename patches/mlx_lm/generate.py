@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import DiffusionError, note
-from .. import Patch, Redirect, Replace, cli
+from .. import Lean, Patch, Redirect, Replace, cli
 from .sample_utils import is_greedy
 from .utils import refuse_unnoticed
 
@@ -280,6 +280,8 @@ def batch_generator(original: Any, /, *args: Any, **kwargs: Any) -> None:
     original(*args, **kwargs)
 
 
+_CAUSAL = "it decodes a diffusion model from left to right instead of refusing it"
+
 PATCH = Patch(
     target="mlx_lm.generate",
     reason="diffusion checkpoints cannot be decoded",
@@ -288,7 +290,11 @@ PATCH = Patch(
             "stream_generate",
             stream_generate,
             parameters=("model", "tokenizer", "prompt", "max_tokens", "draft_model", "kwargs"),
-            needs=("GenerationResponse", "TokenizerWrapper", "generation_stream", "wired_limit"),
+            needs=(
+                *("GenerationResponse", "generation_stream"),
+                Lean("TokenizerWrapper", ("tokenizer",)),
+                Lean("wired_limit", ("model", "streams")),
+            ),
         ),
         Redirect(
             "generate",
@@ -296,14 +302,10 @@ PATCH = Patch(
             needs=("stream_generate",),
             parameters=("model", "tokenizer", "prompt", "verbose", "kwargs"),
         ),
-        Redirect("generate_step", cli.refusing("mlx_lm.generate.generate_step"), parameters=("model",)),
-        Redirect(
-            "speculative_generate_step",
-            cli.refusing("Speculative decoding"),
-            parameters=("model", "draft_model"),
-        ),
-        Redirect("batch_generate", cli.refusing("mlx_lm.batch_generate"), parameters=("model",)),
-        Redirect("BatchGenerator.__init__", batch_generator, parameters=("self", "model")),
+        Redirect("generate_step", cli.refusing("mlx_lm.generate.generate_step"), ("model",), _CAUSAL),
+        Redirect("speculative_generate_step", cli.refusing("Speculative decoding"), ("model", "draft_model"), _CAUSAL),
+        Redirect("batch_generate", cli.refusing("mlx_lm.batch_generate"), ("model",), _CAUSAL),
+        Redirect("BatchGenerator.__init__", batch_generator, ("self", "model"), _CAUSAL),
         Redirect("main", cli.guarded("mlx_lm.generate"), reason="errors end in a traceback"),
         Replace("argparse", cli.with_options, reason="mlx_lm.generate does not offer the diffusion options"),
     ),

@@ -13,10 +13,11 @@ def load(original: Any, /, self: Any, *args: Any, **kwargs: Any) -> None:
     """`ModelProvider._load`: a request that names a diffusion checkpoint gets the sentence as its error."""
     original(self, *args, **kwargs)
     try:
-        for model in (self.model, self.draft_model):
-            cli.refuse_if_diffusion(model, "mlx_lm.server")
+        for name in ("model", "draft_model"):
+            cli.refuse_if_diffusion(getattr(self, name, None), "mlx_lm.server")
     except ValueError:
-        self.reset()
+        for name in ("model_key", "model", "tokenizer", "draft_model"):  # else the next request finds it loaded
+            setattr(self, name, None)
         raise
 
 

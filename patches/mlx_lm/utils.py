@@ -60,6 +60,14 @@ def require(target: str, symbol: str) -> None:
         )
 
 
+def load(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`load`, the last place to notice a diffusion checkpoint when `load_model` is off: whatever its parameters are."""
+    loaded = original(*args, **kwargs)
+    for part in loaded if isinstance(loaded, tuple) else (loaded,):
+        refuse_unnoticed(part)
+    return loaded
+
+
 def refuse_unnoticed(tokenizer: Any) -> None:
     """Raises DiffusionError when a model without a spec came with the tokenizer of a diffusion checkpoint, because the
     changes are off that would have noticed it."""
@@ -80,38 +88,37 @@ def load_model(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     from ...spec import prepare
 
     call = inspect.signature(original).bind(*args, **kwargs)
-    call.apply_defaults()
-    given = dict(call.arguments)
-    path = Path(given.pop("model_path"))
-    path = _usable(path)
+    given = call.arguments
+    path = given["model_path"] = _usable(Path(given["model_path"]))
     command = cli.running()
     decided = command.decoding if command is not None else ()
-    found = prepare(path, given["model_config"], cli.load_options(), decided=decided)
+    found = prepare(path, given.get("model_config"), cli.load_options(), decided=decided)
     if found is None:
-        return original(path, **given)
+        return original(*call.args, **call.kwargs)
     if command is not None:
         command.diffusion = True
         if command.refuses:
             raise cli.refuse(command.refuses)
     require("mlx_lm.generate", "stream_generate")
     cli.check_host_options(vocab_size=found[1].vocab_size)
-    return load_with_spec(original, path, *found, **given)
+    return load_with_spec(original, path, *found, **{name: given[name] for name in given if name != "model_path"})
 
 
-def load_tokenizer(
-    original: Any, /, model_path: Any, tokenizer_config_extra: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+def load_tokenizer(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     """`load_tokenizer`, which takes the tokenizer from elsewhere on request, and of a diffusion checkpoint never makes
     up an empty one or leaves a broken one, and runs none of its code unasked."""
     from ...checkpoint import has_tokenizer, resolve_run_directory, stop_thinking, tokenizer_arguments
     from ...spec import detect_at
     from ...tokenizers import repaired
 
-    extra = dict(tokenizer_config_extra or {})
+    call = inspect.signature(original).bind(*args, **kwargs)
+    given = call.arguments
+    model_path = given["model_path"]
+    extra = dict(given.get("tokenizer_config_extra") or {})
     if not is_applied("mlx_lm.utils", "load_model") and detect_at(Path(model_path)) is not None:
         require("mlx_lm.utils", "load_model")
     source = extra.pop("tokenizer", None) or cli.load_options().tokenizer
-    model_path = path = _local(Path(model_path))
+    path = given["model_path"] = _local(Path(model_path))
     diffusion, family = _detected(path)
     if source is not None:
         path = Path(source)
@@ -119,18 +126,21 @@ def load_tokenizer(
             path = resolve_run_directory(path)
         if not has_tokenizer(path):
             raise CheckpointError(f"{source} has no tokenizer files (tokenizer.json, vocab.json, tokenizer.model).")
-        model_path = path
+        given["model_path"] = path
     elif diffusion and not has_tokenizer(path):
         raise CheckpointError(
             f"{path} has no tokenizer files: give the directory of the source model's tokenizer with "
             "--tokenizer DIR, in Python tokenizer_config={'tokenizer': DIR}."
         )
-    if diffusion:
-        tokenizer = repaired(original(model_path, tokenizer_arguments(path, extra), *args, **kwargs), path, extra)
-        if family is not None and not family.thinks:
-            stop_thinking(tokenizer)
-        return tokenizer
-    return original(model_path, extra if tokenizer_config_extra is not None else None, *args, **kwargs)
+    if not diffusion:
+        if "tokenizer_config_extra" in given:
+            given["tokenizer_config_extra"] = None if given["tokenizer_config_extra"] is None else extra
+        return original(*call.args, **call.kwargs)
+    given["tokenizer_config_extra"] = tokenizer_arguments(path, extra)
+    tokenizer = repaired(original(*call.args, **call.kwargs), path, extra)
+    if family is not None and not family.thinks:
+        stop_thinking(tokenizer)
+    return tokenizer
 
 
 def _local(path: Path) -> Path:
@@ -180,6 +190,7 @@ PATCH = Patch(
         ),
         Redirect("load_tokenizer", load_tokenizer, parameters=("model_path", "tokenizer_config_extra")),
         Redirect("sharded_load", sharded_load, parameters=("repo",)),
+        Redirect("load", load),
     ),
-    leans=(Lean("load"), Lean("_get_classes", ("config",), called=True)),
+    leans=(Lean("_get_classes", ("config",)),),
 )

@@ -31,6 +31,6 @@ LEANS = {
         "LLaDA2.2 cannot be called as a model of mlx-vlm",
         (Lean("InputEmbeddingsFeatures", called=True), Lean("LanguageModelOutput", called=True)),
     ),
-    "server.runtime": ("requests to the server for LLaDA2.2 are not checked", ("runtime",)),
+    "server.runtime": ("requests to the server for LLaDA2.2 are not checked", ("runtime", "ServerRuntime")),
     **{f"models.llada2_moe.{name}": (_LLADA2, ("*",)) for name in ("config", "language", "llada2_moe")},
 }

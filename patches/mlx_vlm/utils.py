@@ -110,6 +110,27 @@ def _load(path: Path, lazy: bool, given: dict[str, Any]) -> served.Model:
     return model
 
 
+def load(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`load`, the last place to notice LLaDA2.2 when `load_model` is off: whatever its parameters are."""
+    loaded = original(*args, **kwargs)
+    for part in loaded if isinstance(loaded, tuple) else (loaded,):
+        refuse_unnoticed(part)
+    return loaded
+
+
+def refuse_unnoticed(processor: Any) -> None:
+    """Raises DiffusionError when a model came with the tokenizer of a checkpoint that mlx-vlm decodes wrong, because
+    the changes are off that would have noticed it."""
+    if not is_applied("mlx_vlm.utils", "load_model"):
+        source = cli.directory_of(processor)
+        found = None if source is None else commands.ours_at(source)
+        if found is not None and commands.is_new(found[0].config):
+            raise DiffusionError(
+                "This mlx-vlm has another mlx_vlm.utils.load_model than the plugin knows and would decode LLaDA2.2 "
+                "wrong: install a supported mlx-vlm, or use mlx_lm.generate."
+            )
+
+
 def get_model_and_args(original: Any, /, config: Any, *args: Any, **kwargs: Any) -> Any:
     """`get_model_and_args`, which never answers with a model that would drop what makes LLaDA2.2 another one."""
     found = original(config, *args, **kwargs)
@@ -156,13 +177,19 @@ PATCH = Patch(
     target="mlx_vlm.utils",
     reason="mlx-vlm decodes LLaDA2.2 wrong, and a2d checkpoints autoregressively, without an error",
     changes=(
-        Redirect("load_model", load_model, parameters=("model_path", "lazy", "kwargs"), needs=("load_config",)),
+        Redirect(
+            "load_model",
+            load_model,
+            parameters=("model_path", "lazy", "kwargs"),
+            needs=(Lean("load_config", ("model_path",)),),
+        ),
+        Redirect("load", load),
         Redirect("get_model_and_args", get_model_and_args, parameters=("config",)),
         Redirect(
             "load_processor",
             load_processor,
             parameters=("model_path", "add_detokenizer", "eos_token_ids", "kwargs"),
-            needs=("load_tokenizer", "StoppingCriteria"),
+            needs=("load_tokenizer", Lean("StoppingCriteria", ("eos_token_ids", "tokenizer"))),
             reason="the tokenizer of LLaDA2.2 may be built wrong",
         ),
         Redirect(
@@ -172,5 +199,8 @@ PATCH = Patch(
         ),
         Redirect("fetch_from_hub", commands.refusing_path("mlx_vlm.convert", "model_path"), parameters=("model_path",)),
     ),
-    leans=(Lean("load"), Lean("get_model_path", called=True), Lean("quantize_activations", called=True)),
+    leans=(
+        Lean("get_model_path", ("path_or_hf_repo",), called=True),
+        Lean("quantize_activations", ("model",), called=True),
+    ),
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....errors import DiffusionError
-from ... import Patch, Redirect
+from ... import Lean, Patch, Redirect
 from .. import requests, served
 
 
@@ -215,7 +215,11 @@ PATCH = Patch(
                 *("model", "processor", "tokenizer", "input_ids", "pixel_values", "attention_mask"),
                 *("skip_special_token_ids", "kwargs", "on_result"),
             ),
-            needs=(*("GenerationResult", "generation_stream", "wired_limit", "_decode_diffusion_masked_draft"),),
+            needs=(
+                *("GenerationResult", "generation_stream"),
+                Lean("wired_limit", ("model", "streams")),
+                Lean("_decode_diffusion_masked_draft", ("tokenizer", "token_ids", "reveal_mask")),
+            ),
         ),
     ),
 )

@@ -10,8 +10,9 @@ from typing import Any
 
 from ....errors import DiffusionError
 from ....options import MODES
-from ... import Patch, Redirect, Replace, cli, is_applied
+from ... import Patch, Redirect, Replace, cli
 from .. import commands, requests, served
+from ..utils import refuse_unnoticed
 
 
 def _is_diffusion(model: Any) -> bool:
@@ -51,19 +52,6 @@ def _for_theirs(model: Any, extra: dict[str, Any]) -> dict[str, Any]:
     return extra
 
 
-def _refuse_unnoticed(processor: Any) -> None:
-    """Raises DiffusionError when a model came with the tokenizer of a checkpoint that mlx-vlm decodes wrong, because
-    the changes are off that would have noticed it."""
-    if not is_applied("mlx_vlm.utils", "load_model"):
-        source = cli.directory_of(processor)
-        found = None if source is None else commands.ours_at(source)
-        if found is not None and commands.is_new(found[0].config):
-            raise DiffusionError(
-                "This mlx-vlm has another mlx_vlm.utils.load_model than the plugin knows and would decode LLaDA2.2 "
-                "wrong: install a supported mlx-vlm, or use mlx_lm.generate."
-            )
-
-
 def stream_generate(original: Any, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """`stream_generate`, which checks the call first."""
     call = inspect.signature(original).bind(*args, **kwargs)
@@ -75,7 +63,7 @@ def stream_generate(original: Any, /, *args: Any, **kwargs: Any) -> Iterator[Any
             ids = requests.encode(given["model"], given["processor"], given["prompt"])
             given["kwargs"] = {**extra, **({} if ids is None else {"input_ids": ids})}
     else:
-        _refuse_unnoticed(given["processor"])
+        refuse_unnoticed(given["processor"])
         given["kwargs"] = _for_theirs(given["model"], extra)
     yield from original(*call.args, **call.kwargs)
 

@@ -75,10 +75,12 @@ def _check(self: Any, given: dict[str, Any]) -> None:
     """Raises what the server answers with status 400, for a request that cannot be decoded."""
     from ....plan import plan
 
-    self.wait_until_ready()
+    wait = getattr(self, "wait_until_ready", None)
+    if wait is not None:
+        wait()
     arguments = given.get("args")
     ours = getattr(arguments, OURS, None) or {}
-    if not requests.is_for_us(self.model, ours):
+    if not requests.is_for_us(getattr(self, "model", None), ours):
         return
     media = {name: given.get(name) for name in ("images", "audio", "videos")}
     with answered():
@@ -106,7 +108,7 @@ def initialize_model(original: Any, /, self: Any, *args: Any, **kwargs: Any) -> 
     """`ResponseGenerator._initialize_model`: a drafter is refused, which would only be loaded."""
     result = original(self, *args, **kwargs)
     drafter = getattr(self, "draft_model_path", None) or os.environ.get("MLX_VLM_DRAFT_MODEL")
-    if served.is_ours(self.model):
+    if served.is_ours(getattr(self, "model", None)):
         requests.refuse_meaningless({"draft_model": drafter})
     return result
 
@@ -126,5 +128,7 @@ PATCH = Patch(
         Redirect("ResponseGenerator._cpu_preprocess", cpu_preprocess, parameters=("self", "prompt")),
         Redirect("ResponseGenerator._initialize_model", initialize_model, parameters=("self",)),
     ),
-    leans=(Lean("ResponseGenerator._run_diffusion"),),
+    leans=tuple(
+        Lean(f"ResponseGenerator.{name}") for name in ("_run_diffusion", "wait_until_ready", "_preprocess_request")
+    ),
 )

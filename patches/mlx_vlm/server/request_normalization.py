@@ -31,7 +31,7 @@ def _read(arguments: Any, request: Any) -> None:
     from mlx_vlm.generate.common import DEFAULT_MAX_TOKENS
     from mlx_vlm.server.runtime import runtime
 
-    model = getattr(runtime.response_generator, "model", None)
+    model = getattr(getattr(runtime, "response_generator", None), "model", None)
     said: dict[str, Any] = getattr(request, "model_extra", None) or {}
     ours = {name: value for name, value in said.items() if name in requests.own_names() and value is not None}
     if not requests.is_for_us(model, ours):
