@@ -107,6 +107,19 @@ def _command(name: str, refuses: str) -> Iterator[None]:
         _running = before
 
 
+def looking_again(refuse: Callable[[Any], None]) -> Callable[..., Any]:
+    """A replacement of a host's `load`, whatever its parameters are: the last place to notice a diffusion checkpoint
+    when the changes to what it calls are off. `refuse` gets what was loaded, part by part."""
+
+    def load(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(*args, **kwargs)
+        for part in loaded if isinstance(loaded, tuple) else (loaded,):
+            refuse(part)
+        return loaded
+
+    return load
+
+
 def directory_of(tokenizer: Any) -> Path | None:
     """Where a tokenizer, or a processor with one, was loaded from, if that is a directory."""
     for holder in (tokenizer, getattr(tokenizer, "tokenizer", None)):

@@ -60,14 +60,6 @@ def require(target: str, symbol: str) -> None:
         )
 
 
-def load(original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """`load`, the last place to notice a diffusion checkpoint when `load_model` is off: whatever its parameters are."""
-    loaded = original(*args, **kwargs)
-    for part in loaded if isinstance(loaded, tuple) else (loaded,):
-        refuse_unnoticed(part)
-    return loaded
-
-
 def refuse_unnoticed(tokenizer: Any) -> None:
     """Raises DiffusionError when a model without a spec came with the tokenizer of a diffusion checkpoint, because the
     changes are off that would have noticed it."""
@@ -190,7 +182,7 @@ PATCH = Patch(
         ),
         Redirect("load_tokenizer", load_tokenizer, parameters=("model_path", "tokenizer_config_extra")),
         Redirect("sharded_load", sharded_load, parameters=("repo",)),
-        Redirect("load", load),
+        Redirect("load", cli.looking_again(refuse_unnoticed)),
     ),
     leans=(Lean("_get_classes", ("config",)),),
 )

@@ -110,14 +110,6 @@ def _load(path: Path, lazy: bool, given: dict[str, Any]) -> served.Model:
     return model
 
 
-def load(original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """`load`, the last place to notice LLaDA2.2 when `load_model` is off: whatever its parameters are."""
-    loaded = original(*args, **kwargs)
-    for part in loaded if isinstance(loaded, tuple) else (loaded,):
-        refuse_unnoticed(part)
-    return loaded
-
-
 def refuse_unnoticed(processor: Any) -> None:
     """Raises DiffusionError when a model came with the tokenizer of a checkpoint that mlx-vlm decodes wrong, because
     the changes are off that would have noticed it."""
@@ -183,7 +175,7 @@ PATCH = Patch(
             parameters=("model_path", "lazy", "kwargs"),
             needs=(Lean("load_config", ("model_path",)),),
         ),
-        Redirect("load", load),
+        Redirect("load", cli.looking_again(refuse_unnoticed)),
         Redirect("get_model_and_args", get_model_and_args, parameters=("config",)),
         Redirect(
             "load_processor",
