@@ -293,9 +293,17 @@ def gone(module: ModuleType, leans: Callable[[], Leans]) -> list[Judgement]:
     )
     # In a zip file nothing is gone that its release has.
     all_there = record and (not os.path.isdir(root) or all(os.path.exists(os.path.join(root, name)) for name in record))
-    if all_there or _source(module) is None:
+    if all_there:
         return []
-    return [j for j in _judge_installed(module, leans) if j.symbol == "" and j.target not in sys.modules]
+    return [j for j in _judge_installed(module, leans) if j.symbol == "" and not _can_be_imported(j.target)]
+
+
+def _can_be_imported(target: str) -> bool:
+    """Whether there is such a module, be it without source, as in frozen applications."""
+    try:
+        return importlib.util.find_spec(target) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _installed_record(module: ModuleType) -> Mapping[str, Any]:

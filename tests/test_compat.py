@@ -239,6 +239,8 @@ def test_a_file_that_older_releases_do_not_have_is_not_missed():
     assert edited(found, {file_of(target): None for target in NEW}, version="0.7.1") == []
     assert len(edited(found, {file_of(target): None for target in NEW}, version="0.7.10")) == 2
     assert edited(found, {file_of(target): None for target in NEW}, version="0.6") == []
+    assert edited(found, {file_of(target): None for target in NEW}, version="0.7.6.post1") == []
+    assert len(edited(found, {file_of(target): None for target in NEW}, version="0.7.8")) == 2
     assert len(edited(found, {file_of(target): None for target in NEW}, version="not a version")) == 2
 
 
@@ -543,7 +545,13 @@ def test_a_module_that_is_gone_does_not_pass_for_patched(copy):
 def test_a_host_without_source_is_not_judged(copy):
     """As in frozen applications: there is nothing to compare, and nothing is taken for gone."""
     subprocess.run([sys.executable, "-m", "compileall", "-q", "-b", "mlx_lm"], cwd=copy, check=True)
-    for file in copy.glob("mlx_lm/**/*.py"):
+    (copy / "mlx_lm/perplexity.py").unlink()  # one, in a version that is recorded and in one that is not
+    for version in (importlib.metadata.version("mlx-lm"), "0.99"):
+        (copy / "mlx_lm/_version.py").write_text(f'__version__ = "{version}"\n')
+        result = run(copy, "-W", "error", "-c", SHOW + "import mlx_lm.perplexity")
+        assert (result.returncode, result.stdout) == (0, "| 47 + 38 = 85\n[]\n")
+        assert "mlx-dllm-plugin" not in result.stderr
+    for file in copy.glob("mlx_lm/**/*.py"):  # all
         file.unlink()
     result = run(copy, "-c", SHOW)
     assert (result.returncode, result.stdout) == (0, "| 47 + 38 = 85\n[]\n")
