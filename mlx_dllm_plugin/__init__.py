@@ -14,8 +14,10 @@ from ._version import __version__
 if not os.path.isdir(os.path.join(os.path.dirname(__file__), "patches")):
     __path__.append(os.path.dirname(os.path.dirname(__file__)))  # a checkout: patches/ and compat/ stand at its top
 
-# The copy beside the start-up line if that ran: a second import under the other name would be a second state.
-_active_boot = sys.modules.get("_mlx_dllm_boot") or import_module("._boot", __name__)
+# The copy beside the start-up line if that ran: a second import under the other name would be a second state. What is
+# left of another version, such as an empty directory, is imported without an error and has nothing in it.
+_started: Any = sys.modules.get("_mlx_dllm_boot")
+_active_boot = _started if hasattr(_started, "enabled") else import_module("._boot", __name__)
 
 from .compat import UpstreamDriftWarning  # noqa: E402
 from .patches import activate, deactivate, is_active  # noqa: E402

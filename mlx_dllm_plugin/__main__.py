@@ -1,5 +1,6 @@
 """`python -m mlx_dllm_plugin`: the hosts' commands with the plugin active where start-up files do not run, and ours."""
 
+import os
 import sys
 
 OURS = ("doctor", "infill", "info")
@@ -19,6 +20,7 @@ def main() -> int | None:
         print(USAGE)
         return 0
     if command in OURS:
+        _leave_working_directory()
         from .commands import main as run_ours
 
         return run_ours()
@@ -34,6 +36,14 @@ def main() -> int | None:
         print(f"mlx_dllm_plugin: no command {command!r}; see `python -m mlx_dllm_plugin --help`", file=sys.stderr)
         return 2
     return 0
+
+
+def _leave_working_directory() -> None:
+    """`python -m` looks for modules in the working directory first, and in the directory of a checkpoint that would run
+    code that came with it. Not if this package was found there: a checkout."""
+    package = os.path.dirname(os.path.realpath(__file__))
+    if sys.path and os.path.exists(".") and os.path.realpath(sys.path[0]) == os.getcwd() != os.path.dirname(package):
+        del sys.path[0]
 
 
 if __name__ == "__main__":

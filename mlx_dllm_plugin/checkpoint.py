@@ -5,8 +5,11 @@ Reads JSON and safetensors headers only; no weights, no tokenizer, no network.
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import os
 import re
+import stat
 import struct
 from collections.abc import Mapping
 from functools import cached_property
@@ -19,6 +22,10 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.
 
 # Tokenizer classes that only are code beside the weights -> the type under which transformers has the same one.
 _SAME_TOKENIZER = {"DreamTokenizer": "qwen2"}
+
+_LARGEST_HEADER = 100_000_000  # bytes, as in safetensors
+_LFS = "version https://git-lfs"
+_OTHER_WEIGHTS = (".gguf", ".bin", ".pt", ".pth", ".npz")
 
 _NO_THINKING = "{%- if enable_thinking is not defined %}{%- set enable_thinking = false %}{%- endif %}"
 
@@ -124,19 +131,30 @@ def open_checkpoint(path: Path, overrides: dict[str, Any] | None = None) -> Chec
     Raises:
         CheckpointError: no such directory, no config.json, broken JSON.
     """
-    if not _exists(path):
+    if not exists(path):
         raise CheckpointError(f"{path} does not exist; give the directory of a checkpoint or an a2d run.")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; give the directory of a checkpoint or an a2d run.")
-    path = resolve_run_directory(path)
-    return Checkpoint(path, {**read_json(path / "config.json"), **(overrides or {})})
+    try:
+        path = resolve_run_directory(path)
+        config = read_json(path / "config.json")
+    except PermissionError as error:
+        raise _unreadable(path, error) from None
+    return Checkpoint(path, {**config, **(overrides or {})})
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
+    """Whether there is something. Raises CheckpointError when that cannot be told."""
     try:
         return path.exists()
     except OSError as error:  # a loop of links, a folder that may not be searched, a name that is too long
-        raise CheckpointError(f"{str(path)[:200]} cannot be looked at ({error.strerror}).") from None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)[:200]} cannot be looked at ({error.strerror}); give a directory that you may read."
+    )
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
@@ -146,7 +164,12 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
             raise CheckpointError(f"{path} is missing; give the directory of a complete checkpoint.")
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if text.startswith(_LFS):
+            raise _pointer(path)
+        value = json.loads(text)
+    except CheckpointError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); copy or download it again.") from None
     if not isinstance(value, dict):
@@ -161,26 +184,77 @@ def check_weights(path: Path) -> None:
     Raises:
         CheckpointError: no weights, a file the index names is missing, a truncated or broken file.
     """
-    files = sorted(path.glob("model*.safetensors"))
+    indexed_files(path)
+    check_files(path)
+
+
+def indexed_files(path: Path) -> set[str]:
+    """
+    The files that the index of the weights names; none where there is no index.
+
+    Raises:
+        CheckpointError: an index that cannot be read, or names what is missing.
+    """
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        named = read_json(index).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise CheckpointError(f"{index} must hold a weight_map of file names; copy or download it again.")
-        missing = sorted({name for name in named.values() if not (path / name).is_file()})
-        if missing:
-            raise CheckpointError(
-                f"{path} lacks {len(missing)} of the weight files its index names ({missing[0]}, …); copy them again."
-            )
+    if not index.is_file():
+        return set()
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise CheckpointError(f"{index} must hold a weight_map of file names; copy or download it again.")
+    files = set(named.values())
+    missing = sorted(name for name in files if not (path / name).is_file())
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of the weight files its index names ({missing[0]}, …); copy them again."
+        )
+    return files
+
+
+def check_model_type(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError when config.json names none that is text, which mlx-lm cannot take."""
+    kind = checkpoint.config.get("model_type")
+    if not isinstance(kind, str):
+        raise CheckpointError(
+            f"{checkpoint.path / 'config.json'}: model_type must be the name of an architecture, such as llama, got "
+            f"{kind!r}; copy or download it again."
+        )
+
+
+def check_files(path: Path) -> dict[str, dict[str, Any]]:
+    """
+    The headers of the files that mlx-lm reads, the index or not: name of the file -> name of a tensor -> its entry.
+
+    Raises:
+        CheckpointError: no weights, a truncated or broken file.
+    """
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    files = [path / name for name in fnmatch.filter(names, "model*.safetensors")]
     if not files:
+        others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
+        if others:
+            raise CheckpointError(
+                f"{path} has no weights: no model*.safetensors, but {others[0]}; convert it to safetensors (PyTorch's "
+                "with save_pretrained of transformers), or use another copy."
+            )
         raise CheckpointError(f"{path} has no weights: no model*.safetensors; give the directory of a checkpoint.")
+    headers = {}
     for file in files:
         try:
-            _check_safetensors(file)
+            headers[file.name] = _check_safetensors(file)
         except CheckpointError:
             raise
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read ({error.strerror}); copy or download it again.") from None
+    return headers
+
+
+def _pointer(file: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is a Git LFS pointer, not the file itself; let git lfs pull in {file.parent} fetch it."
+    )
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -287,22 +361,35 @@ def check_config(config: Mapping[str, Any], where: Path) -> None:
         raise CheckpointError(f"{where}: num_experts_per_tok {chosen} is more than the {experts} experts there are.")
 
 
-def _check_safetensors(file: Path) -> None:
-    size = file.stat().st_size
+def _check_safetensors(file: Path) -> dict[str, Any]:
+    """The entries of the header."""
+    info = file.stat()
+    size = info.st_size
     again = "copy or download it again"
+    if not stat.S_ISREG(info.st_mode):  # a pipe would be waited for
+        raise CheckpointError(f"{file} is no regular file; {again}.")
     with file.open("rb") as stream:
         head = stream.read(8)
+        if head + stream.read(len(_LFS) - 8) == _LFS.encode():
+            raise _pointer(file)
+        stream.seek(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else None
         if length is None or length > size - 8:
             raise CheckpointError(f"{file} is truncated: {size} bytes do not hold its header; {again}.")
+        if length > _LARGEST_HEADER:
+            raise CheckpointError(
+                f"{file} is not a safetensors file: its header would have {length} bytes, {_LARGEST_HEADER} are the "
+                f"most; {again}."
+            )
         try:
             header = json.loads(stream.read(length))
-            ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-            expected = 8 + length + max(ends, default=0)
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, RecursionError, AttributeError, KeyError, IndexError, TypeError):
             raise CheckpointError(f"{file} is not a safetensors file: its header cannot be read; {again}.") from None
     if size != expected:
         raise CheckpointError(f"{file} is truncated or damaged: {size} bytes, {expected} expected; {again}.")
+    return entries
 
 
 def _checkpoints(path: Path) -> list[Path]:

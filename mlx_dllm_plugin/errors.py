@@ -19,6 +19,11 @@ class CheckpointError(DiffusionError, FileNotFoundError):
         return str(self.args[0]) if self.args else ""
 
 
+def printable(text: str) -> str:
+    """A text from a file or a stranger without what would move the cursor of a terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def note(message: str, *, apart: bool = False) -> None:
     """Print one line for the user on stderr; ``apart`` from a text that may stand on the terminal's line."""
     print(f"{chr(10) * apart}{PREFIX} {message}", file=sys.stderr, flush=True)

@@ -105,7 +105,10 @@ class Registry(Generic[T]):
         if self._scanned:
             return
         self._scanned = True
-        from importlib_metadata import entry_points
+        try:
+            from importlib_metadata import entry_points
+        except ImportError:  # missing or broken; the host must go on
+            from importlib.metadata import entry_points  # type: ignore[assignment]
 
         for point in entry_points(group=self.group):
             if self._builtin.get(point.name) == point.value:
@@ -119,7 +122,7 @@ class Registry(Generic[T]):
                         f"{entry.name!r}; give both one name."  # type: ignore[attr-defined]
                     )
                 self.register(entry, package=package)
-            except Exception as error:  # a stranger's package may raise anything; the host must go on
+            except (Exception, SystemExit) as error:  # a stranger's package may raise anything; the host must go on
                 text = str(error) if isinstance(error, DiffusionError) else f"{package}: {point.value} cannot be loaded"
                 if not isinstance(error, DiffusionError):
                     text += f" ({type(error).__name__}: {' '.join(str(error).split())})."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,8 @@ def test_complete_weights_pass(tmp_path: Path) -> None:
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     path = tiny_run(tmp_path) / "model"
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    assert f"{path} has no weights: no model*.safetensors, but pytorch_model.bin; convert it" in refused(load, path)
+    (path / "pytorch_model.bin").unlink()
     assert refused(load, path) == (f"{path} has no weights: no model*.safetensors; give the directory of a checkpoint.")
 
 
@@ -277,10 +280,45 @@ def test_garbage_instead_of_a_header_is_refused(content: bytes, tmp_path: Path) 
 
 
 def test_text_instead_of_weights_is_refused(tmp_path: Path) -> None:
-    """A Git LFS pointer or an error page: its first bytes read as an enormous header."""
+    """An error page: its first bytes read as an enormous header."""
     file = tmp_path / "model.safetensors"
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    file.write_text("<html><body>404 Not Found</body></html>")
     assert "bytes do not hold its header" in refused(check_weights, tmp_path)
+
+
+def test_a_git_lfs_pointer_is_refused(tmp_path: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    for name, read in (("model.safetensors", check_weights), ("config.json", open_checkpoint)):
+        (tmp_path / name).write_text(text)
+        error = refused(read, tmp_path)
+        assert f"{tmp_path / name} is a Git LFS pointer" in error and f"git lfs pull in {tmp_path}" in error
+
+
+def test_a_header_is_not_read_however_long_it_says_it_is(tmp_path: Path) -> None:
+    """A file of a terabyte, but for the zeros that are nowhere."""
+    with (tmp_path / "model.safetensors").open("wb") as stream:
+        stream.write(struct.pack("<Q", (1 << 40) - 8))
+        stream.truncate(1 << 40)
+    assert "its header would have 1099511627768 bytes, 100000000 are the most" in refused(check_weights, tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert "model.safetensors is no regular file" in refused(check_weights, tmp_path)
+
+
+def test_a_directory_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read all."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    sentence = f"{tmp_path} cannot be looked at (Permission denied); give a directory that you may read."
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", refuse)
+        assert refused(check_weights, tmp_path) == sentence
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert refused(open_checkpoint, tmp_path) == sentence
 
 
 def test_an_index_that_names_a_missing_shard_is_refused(tmp_path: Path) -> None:

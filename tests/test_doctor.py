@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 import tomllib
 import venv
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from typing import Any
 import mlx.core as mx
 import packaging
 import pytest
+from mlx_lm import utils
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto import tokenization_auto
 
@@ -29,12 +32,14 @@ import mlx_dllm_plugin
 from mlx_dllm_plugin import compat, patches
 from mlx_dllm_plugin.commands import main
 from mlx_dllm_plugin.commands.checks import Check, checkpoint, environment, startup
+from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.patches import Record
 from tests.tools import Outcome, assert_one_sentence, copy_run, edit_json, make_ar_model
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = ["Environment", "Start-up", "Patches", "Families and rules", "Checkpoint"]
 COMMANDS = ["mlx_lm.generate", "mlx_lm", "mlx_vlm.generate"]
+PIP = f"{sys.executable} -m pip"
 LINE = re.compile(r"  (ok|warning|PROBLEM) {2,}(\S+(?: \S+)*) {2,}(.*?)(?: -> (.*))?")
 
 
@@ -167,7 +172,7 @@ def test_all_is_well(doctor: Doctor, path: Path) -> None:
     assert any(value.startswith("known, applied: utils, ") for value in patched)
     checked = {row["name"]: row["value"] for row in report.rows if row["section"] == "Checkpoint"}
     assert checked.pop("memory").startswith("weights 0.2 MiB, keys and values of 128 tokens 0.1 MiB; ")
-    assert checked.pop("mlx_vlm.generate").startswith("refuses it: ")
+    assert checked.pop("mlx_vlm.generate").startswith("does not take it: ")
     assert checked == {
         "path": str(path / "model"),
         "spec": f"gpt2 (rule a2d, canvas 32, mask 340); told by the a2d block; mlx-dllm info {path} shows all",
@@ -196,11 +201,21 @@ def test_without_a_path_there_is_no_checkpoint(doctor: Doctor) -> None:
 
 
 def test_a_bad_path_is_one_sentence(command: Callable[..., Outcome], tmp_path: Path, path: Path) -> None:
-    for arguments in ((), ("--json",)):
-        assert_one_sentence(command(tmp_path / "missing", *arguments), "missing", "does not exist")
-        assert_one_sentence(command(path / "manifest.json", *arguments), "is a file")
-        assert_one_sentence(command(tmp_path, *arguments), "config.json")
-        assert_one_sentence(command("nobody/nothing-of-this-name", *arguments), "nobody/nothing-of-this-name", "hub")
+    paths = {
+        str(tmp_path / "missing"): ["missing", "does not exist"],
+        str(path / "manifest.json"): ["is a file"],
+        str(tmp_path): ["config.json"],
+        "nobody/nothing-of-this-name": ["nobody/nothing-of-this-name", "hub"],
+        str(tmp_path / ("x" * 300)): ["cannot be looked at (File name too long)"],
+        "x" * 300: ["cannot be looked at (File name too long)"],
+    }
+    for name, words in paths.items():
+        assert_one_sentence(command(name), *words)
+        outcome = command(name, "--json")
+        answer = json.loads(outcome.out)
+        last = Report(outcome.status, answer["checks"]).rows[-1]
+        assert (last["section"], last["name"], outcome.status, answer["problems"]) == ("Checkpoint", "path", 1, 1)
+        assert_found(last, "problem", *words)
 
 
 def test_a_check_that_fails_is_a_problem(
@@ -214,10 +229,79 @@ def test_a_check_that_fails_is_a_problem(
     monkeypatch.setitem(environment.CHECKS, "MLX", broken)
     report = doctor()
     assert_found(report.named("MLX"), "problem", "failed (RuntimeError: two lines)", advice="MLX_DLLM_DEBUG=1")
-    assert report.status == 1 and report.bad() == ["MLX"] and report.last == "1 problem."
+    assert report.status == 1 and report.bad() == ["MLX"]
     monkeypatch.setenv("MLX_DLLM_DEBUG", "1")
     outcome = command("--json")
     assert json.loads(outcome.out)["problems"] == 1 and "Traceback" in outcome.err and "noise" in outcome.err
+
+
+DOCTOR = [sys.executable, "-m", "mlx_dllm_plugin", "doctor"]
+
+
+def shell(line: str, *arguments: str | Path, **env: str) -> Outcome:
+    """A line of a shell with `$@`."""
+    full = {**os.environ, "HF_HUB_OFFLINE": "1", **env}
+    done = subprocess.run(["sh", "-c", line, "sh", *arguments], capture_output=True, env=full, timeout=120)
+    return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_nobody_reads_the_output(path: Path) -> None:
+    assert shell('"$@" >&-', *DOCTOR, path) == Outcome(0, "", "")
+    assert shell('"$@" | head -1; exit 0', *DOCTOR, path) == Outcome(0, "Environment\n", "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
+def test_the_device_is_full(path: Path) -> None:
+    outcome = shell('"$@" > /dev/full', *DOCTOR, path)
+    assert_one_sentence(outcome, "standard output cannot be read or written (No space left on device)")
+
+
+def test_a_terminal_that_lacks_letters(copied: Path) -> None:
+    copied.rename(copied.parent / "läuft")
+    outcome = shell('"$@"', *DOCTOR, copied.parent / "läuft", PYTHONIOENCODING="ascii")
+    assert outcome.status == 0 and outcome.err == "" and "/l\\xe4uft/model" in outcome.out
+
+
+def test_a_stranger_writes_to_the_output(tmp_path: Path, path: Path) -> None:
+    """To the stream, to the descriptor, at the end: nothing of it is in the JSON."""
+    (tmp_path / "mlx_vlm.py").write_text(
+        "import atexit, os, sys\n"
+        "print('one')\n"
+        "sys.__stdout__.write('two')\n"
+        "os.write(1, b'three')\n"
+        "os.system('echo four')\n"
+        "atexit.register(os.write, 1, b'five')\n"
+        "atexit.register(print, 'six')\n"
+        "__version__ = '0.7.10'\n"
+    )
+    outcome = run([tmp_path], "-m", "mlx_dllm_plugin", "doctor", str(path), "--json")
+    answer = json.loads(outcome.out)
+    assert outcome.err == "" and answer["checks"][0]["name"] == "Python"
+
+
+def test_code_in_the_working_directory_is_not_run(copied: Path) -> None:
+    """A checkpoint may bring files called like what is imported."""
+    for name in ("mlx_lm", "transformers", "packaging", "numpy", "mlx_vlm", "importlib_metadata", "lm_eval"):
+        (copied / "model" / f"{name}.py").write_text(f"open('ran {name}', 'w')")
+    done = subprocess.run([*DOCTOR, "."], cwd=copied / "model", capture_output=True, text=True, timeout=120)
+    assert not list((copied / "model").glob("ran *")) and "denoises it as gpt2" in done.stdout
+
+
+def test_lines_are_as_wide_as_the_terminal(
+    doctor: Doctor, command: Callable[..., Outcome], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = command(path).out
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
+    for columns, most in ((80, 80), (20, 90)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        out = command(path).out
+        words = re.sub(r"\n {10,}", " ", out)
+        assert out != plain and words.split() == plain.split()
+        assert [line for line in out.splitlines() if len(line) > most and len(line.split()) > 3] == []
+    (line,) = [line for line in out.splitlines() if " families " in line]
+    assert line.index("21 from") == next(
+        len(row) - len(row.lstrip()) for row in out.splitlines()[out.splitlines().index(line) + 1 :]
+    )
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
@@ -266,12 +350,85 @@ def test_mlx_cannot_be_imported(tmp_path: Path, path: Path) -> None:
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so:\\nno such file')")
     report = report_of(run([tmp_path], "-m", "mlx_dllm_plugin", "doctor", str(path)))
-    assert report.status == 1 and report.last == "1 problem."
-    advice = "pip install --force-reinstall " + ('"mlx[cpu]"' if sys.platform == "linux" else "mlx")
+    assert report.status == 1
+    advice = f"{PIP} install --force-reinstall " + ("'mlx[cpu]'" if sys.platform == "linux" else "mlx")
     assert_found(report.named("MLX"), "problem", "(ImportError: libmlx.so: no such file)", advice=advice)
     assert_found(report.named("mlx-lm"), "warning", "as MLX cannot be imported", advice="see MLX above")
     left_out = [row["section"] for row in report.rows if row["name"] == "all"]
     assert left_out == ["Patches", "Families and rules", "Checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("files", "blamed", "left_out"),
+    [
+        ({"mlx_lm/__init__.py": "def f(:"}, "mlx-lm", ["mlx-vlm"]),
+        ({"mlx_lm/__init__.py": "from . import utils"}, "mlx-lm", ["mlx-vlm"]),
+        ({"transformers/__init__.py": "raise SystemExit(3)"}, "transformers", ["mlx-lm", "mlx-vlm"]),
+        ({"numpy/__init__.py": "raise ImportError('gone')"}, "numpy", ["transformers", "mlx-lm", "mlx-vlm"]),
+        ({"packaging/__init__.py": "raise ImportError('gone')"}, "packaging", ["transformers", "mlx-lm", "mlx-vlm"]),
+    ],
+    ids=["syntax", "half", "transformers", "numpy", "packaging"],
+)
+def test_one_fault_of_what_is_needed_is_one_problem(
+    files: dict[str, str], blamed: str, left_out: list[str], tmp_path: Path, path: Path
+) -> None:
+    """It is the fault neither of the checkpoint nor of what needs it."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    report = report_of(run([tmp_path], "-m", "mlx_dllm_plugin", "doctor", str(path)))
+    assert [row["name"] for row in report.rows if row["status"] == "problem"] == [blamed]
+    assert_found(report.named(blamed), "problem", "cannot be imported", advice=f"{PIP} install --force-reinstall ")
+    for name in left_out:
+        assert_found(report.named(name), "warning", f"not looked at, as {blamed} cannot", advice=f"see {blamed} above")
+    last = [row for row in report.rows if row["section"] == "Checkpoint"]
+    assert [row["name"] for row in last] == ["all"]
+    assert_found(last[0], "warning", f"not looked at, as {blamed} cannot be imported", advice=f"see {blamed} above")
+    patched = [row for row in report.rows if row["section"] == "Patches"]
+    assert {row["status"] for row in patched} == {"warning"} and len(patched) <= 2
+    if blamed != "numpy":
+        assert report.named("families")["status"] == "ok"
+
+
+def test_a_model_of_mlx_lm_that_is_broken(
+    doctor: Doctor, ar: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlx-lm can be imported, but for the code of a model."""
+
+    class Broken:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> None:
+            if name.startswith("mlx_lm.models."):
+                raise SyntaxError(f"in {name}")
+
+    for name, kind in ((path, "gpt2"), (ar, "llama")):
+        with monkeypatch.context() as patched:
+            patched.delitem(sys.modules, f"mlx_lm.models.{kind}", raising=False)
+            patched.setattr(sys, "meta_path", [Broken, *sys.meta_path])
+            report = doctor(name)
+        assert report.last == "1 problem.", [row for row in report.rows if row["status"] == "problem"]
+        row = report.named("model")
+        assert_found(row, "problem", f"its code cannot be imported (SyntaxError: in mlx_lm.models.{kind})")
+        assert f"{PIP} install --force-reinstall --no-deps 'mlx-lm>=" in row["advice"]
+
+
+def test_a_directory_that_was_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Python imports it without an error."""
+    (tmp_path / "left_behind").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert environment.fault_of("left_behind") == f"{tmp_path / 'left_behind'} is a directory without its code"
+    assert environment.fault_of("json") == "" == environment.fault_of("mlx.core")
+
+
+def test_a_dependency_is_not_there(monkeypatch: pytest.MonkeyPatch, doctor: Doctor, ar: Path) -> None:
+    for name, module in (("packaging", "packaging.version"), ("importlib-metadata", "importlib_metadata")):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, module, None)
+            check = only(environment.dependencies())
+            assert_found(check, "problem", "cannot be imported", advice=f"{PIP} install --force-reinstall {name}")
+            patched.setattr(FAMILIES, "_scanned", False)
+            report = doctor(ar)
+            assert [row["name"] for row in report.rows if row["status"] == "problem"] == [name]
 
 
 @pytest.mark.parametrize(
@@ -361,11 +518,29 @@ def test_copies_of_the_plugin(
 
 
 def test_it_is_installed_again_from_where_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no registry."""
+    again = f"{PIP} install --force-reinstall --no-deps"
     monkeypatch.setattr(environment, "PACKAGE", tmp_path / "a b" / "mlx_dllm_plugin")
-    assert environment.reinstall() == "pip install --force-reinstall --no-deps mlx-dllm-plugin"
+    for text in (None, "[", "[]", '{"url": 3}', '{"url": "https://example.org/x.whl", "archive_info": {}}'):
+        shutil.rmtree(tmp_path / "site", ignore_errors=True)
+        files = {} if text is None else {"direct_url__json": text}
+        found = [metadata(tmp_path / "site", "mlx-dllm-plugin", "1", **files)]
+        monkeypatch.setattr(environment.importlib.metadata, "distributions", lambda found=found: found)
+        assert environment.reinstall() == f"in the checkout {again} ."
+    for info, flag in (({"dir_info": {}}, ""), ({"dir_info": {"editable": True}}, " -e"), ({"archive_info": {}}, "")):
+        source = tmp_path / "its source"
+        text = json.dumps({"url": source.as_uri(), **info})
+        shutil.rmtree(tmp_path / "site")
+        found = [metadata(tmp_path / "site", "mlx-dllm-plugin", "1", direct_url__json=text)]
+        monkeypatch.setattr(environment.importlib.metadata, "distributions", lambda found=found: found)
+        assert environment.reinstall() == f"in the checkout {again} ."  # it is there no more
+        source.mkdir()
+        assert environment.reinstall() == f"{again}{flag} '{source}'"
+        assert environment.install(python="/other/python") == f"/other/python -m pip install{flag} '{source}'"
+        source.rmdir()
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b" / "pyproject.toml").touch()
-    assert environment.reinstall() == f"pip install '{tmp_path}/a b'"
+    assert environment.reinstall() == f"{again} '{tmp_path}/a b'"
 
 
 @pytest.mark.parametrize("host", ["mlx_lm", "mlx_vlm"])
@@ -374,10 +549,13 @@ def test_versions_of_the_hosts(host: str, monkeypatch: pytest.MonkeyPatch, docto
     name = host.replace("_", "-")
     first, last = compat.TESTED[name]
     monkeypatch.setattr(sys.modules[host], "__version__", last)
+    assert environment.tested(host) == f"{PIP} install --force-reinstall --no-deps '{name}>={first},<={last}'"
     assert_found(only(environment.host(host)), "ok", f"{last}, tested with {first} to {last}")
     monkeypatch.setattr(sys.modules[host], "__version__", "0.1.0")
     older = f"0.1.0 is older than what is tested ({first} to {last})"
-    assert_found(only(environment.host(host)), "problem", older, advice=f"pip install '{name}>={first},<={last}'")
+    way = f"{PIP} install '{name}>={first},<={last}'"
+    assert_found(only(environment.host(host)), "problem", older, advice=way)
+    assert environment.tested(host) == way
     monkeypatch.setattr(sys.modules[host], "__version__", "99.0.dev1")
     newer = f"99.0.dev1 is newer than what is tested ({first} to {last})"
     assert_found(only(environment.host(host)), "warning", newer, advice=f"pip install '{name}<={last}'")
@@ -400,7 +578,7 @@ def test_hosts_that_cannot_be_imported(how: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mlx_vlm", raising=False)
     check = only(environment.host("mlx_vlm"))
-    advice = "pip install --force-reinstall 'mlx-vlm>="
+    advice = f"{PIP} install --force-reinstall 'mlx-vlm>="
     assert_found(check, "problem", "cannot be imported", ": no luck)", advice=advice)
 
 
@@ -408,6 +586,22 @@ def test_transformers_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     advice = "pip install --force-reinstall transformers"
     assert_found(only(environment.transformers()), "problem", "cannot be imported", advice=advice)
+
+
+def test_a_host_that_cannot_be_imported_promises_nothing(
+    doctor: Doctor, goldens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlx_vlm").mkdir()
+    (tmp_path / "mlx_vlm" / "__init__.py").write_text("raise RuntimeError('no luck')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mlx_vlm"]:
+        monkeypatch.delitem(sys.modules, name)
+    report = doctor(goldens / "block" / "llada2_moe-v22")
+    assert report.last == "1 problem." and report.named("mlx-vlm")["status"] == "problem"
+    what = "does not run, as mlx-vlm cannot be imported: see above"
+    assert_found(will(report)["mlx_vlm.generate"], "warning", what)
+    patched = [row for row in report.rows if row["section"] == "Patches" and row["name"].startswith("mlx-vlm")]
+    assert [row["value"] for row in patched] == ["not looked at, as mlx-vlm cannot be imported"]
 
 
 # --- the start-up hook ------------------------------------------------------------------------------------------------
@@ -467,6 +661,27 @@ def test_the_user_turned_it_off(
     place: tuple[Path, Path], flags: tuple[str, ...], env: dict[str, str], value: str, advice: str
 ) -> None:
     assert_found(hook(place, *flags, **env), "warning", value, advice=advice)
+
+
+@pytest.mark.parametrize("value", ["false", "OFF", "no"])
+def test_the_user_thinks_that_it_is_turned_off(place: tuple[Path, Path], value: str) -> None:
+    check = hook(place, MLX_DLLM_PLUGIN=value)
+    assert_found(check, "warning", f"active, as MLX_DLLM_PLUGIN={value}", advice="set it to 0")
+
+
+@pytest.mark.parametrize("file", [None, "__init__.py"])
+@pytest.mark.skipif(sys.version_info >= (3, 15), reason="a .start takes the place of the .pth")
+def test_a_directory_in_place_of_the_boot_file(place: tuple[Path, Path], file: str | None, tmp_path: Path) -> None:
+    """What another version may leave: it is imported, and does nothing."""
+    bare = tmp_path / "venv"
+    venv.create(bare, symlinks=True)
+    shutil.copy(site_packages(place[0]) / FILE, site_packages(bare))
+    folder = site_packages(bare) / startup.BOOT
+    folder.mkdir()
+    if file:
+        (folder / file).touch()
+    check = hook((bare, place[1]))
+    assert_found(check, "problem", f"not active: {folder}", "no file of this package", advice="delete it, then ")
 
 
 def test_python_without_site(place: tuple[Path, Path]) -> None:
@@ -623,9 +838,15 @@ def test_a_command_is_not_on_path(own_commands: Path, name: str) -> None:
 def test_what_to_run_instead(own_commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (own_commands / "mlx_lm").unlink()
     monkeypatch.setattr(startup.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert only(startup.command("mlx_lm")).advice.endswith(f", or run {sys.executable} -m mlx_lm")
-    script(tmp_path / "mlx_lm", f"#!{sys.executable}")
-    assert only(startup.command("mlx_lm")).advice.endswith(f", or run {tmp_path}/mlx_lm")
+    name, here = "mlx_lm.generate", f"run {sys.executable} -m"
+    (own_commands / name).unlink()
+    (tmp_path / name).write_text("#!/nowhere/python\n")
+    found = {check.name: check for check in startup.commands()}
+    assert found["mlx_lm"].advice.endswith(f", or {here} mlx_lm generate")
+    assert found[name].advice.endswith(f", or {here} mlx_lm.generate")
+    script(tmp_path / name, f"#!{sys.executable}")
+    found = {check.name: check for check in startup.commands()}
+    assert found[name].advice.endswith(f", or run {tmp_path}/{name}")
 
 
 def test_a_command_of_another_environment(place: tuple[Path, Path], own_commands: Path, tmp_path: Path) -> None:
@@ -636,11 +857,59 @@ def test_a_command_of_another_environment(place: tuple[Path, Path], own_commands
     found = {check.name: check for check in startup.commands()}
     inactive, active, gone = (found[name] for name in COMMANDS)
     words = ["another environment", str(tmp_path / "other"), "the plugin is not active", 'called "diffusion"']
-    advice = f"{tmp_path}/other/bin/python -m pip install mlx-dllm-plugin"
+    advice = f"or {environment.install(python=f'{tmp_path}/other/bin/python')}"
     assert_found(inactive, "problem", str(own_commands / "mlx_lm.generate"), *words, advice=advice)
     advice = f"run {place[0]}/bin/mlx-dllm doctor"
     assert_found(active, "warning", str(place[0]), "which has the plugin too", advice=advice)
-    assert_found(gone, "problem", "whose Python does not run", advice="run ")
+    assert_found(gone, "problem", f"{tmp_path}/gone/bin/python, which does not run", advice="run ")
+
+
+def test_a_command_that_cannot_be_looked_into(own_commands: Path, tmp_path: Path) -> None:
+    """No program is started that is not called a Python."""
+    ran = tmp_path / "ran"
+    (own_commands / "mine").write_text(f"#!/bin/sh\ntouch {ran}\n")
+    (own_commands / "mine").chmod(0o755)
+    (own_commands / "mlx_lm").unlink()
+    os.mkfifo(own_commands / "mlx_lm", 0o777)
+    shutil.copy("/bin/true", own_commands / "mlx_vlm.generate")
+    for first in ("#!/usr/bin/env bash", f"#!{own_commands}/mine", "#!/usr/bin/env mine", "#!/usr/bin/env", "#!"):
+        script(own_commands / "mlx_lm.generate", first)
+        for check in startup.commands():
+            way = f"run {check.name.replace('lm', 'lm generate') if check.name == 'mlx_lm' else check.name} --help"
+            assert_found(check, "warning", "cannot be looked into", advice=f"{way} and look for 'diffusion options'")
+    assert not ran.exists()
+
+
+def test_arguments_of_an_interpreter(own_commands: Path) -> None:
+    (own_commands / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (own_commands / "python3").chmod(0o755)
+    script(own_commands / "mlx_lm", f"#!{sys.executable} -s")
+    for first in ("#!/usr/bin/env -S python3 -s", "#!/usr/bin/env -S A=b python3 -s", "#!/usr/bin/env python3"):
+        script(own_commands / "mlx_lm.generate", first)
+        assert [check.status for check in startup.commands()] == ["ok"] * 3, first
+
+
+def test_a_python_that_does_not_answer(own_commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is waited for once, whatever it has started."""
+    monkeypatch.setattr(startup, "_SECONDS", 1)
+    (tmp_path / "python3").write_text("#!/bin/sh\nsleep 20\n")
+    (tmp_path / "python3").chmod(0o755)
+    for name in COMMANDS:
+        script(own_commands / name, f"#!{tmp_path}/python3")
+    start = time.monotonic()
+    for check in startup.commands():
+        assert_found(check, "warning", f"{tmp_path}/python3, which did not answer within 1 seconds", advice="run ")
+    assert time.monotonic() - start < 10
+
+
+def test_an_environment_that_was_moved(own_commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(startup.sysconfig, "get_path", lambda name: str(own_commands))
+    for name in COMMANDS:
+        script(own_commands / name, f"#!{tmp_path}/before/bin/python3")
+    for check in startup.commands():
+        words = (f"{tmp_path}/before/bin/python3, which is gone", "moved or renamed")
+        assert_found(check, "problem", *words, advice=f"run {sys.executable} -m mlx_")
+        assert f"run {own_commands}" not in check.advice and "anew" in check.advice
 
 
 # --- patches, families and rules --------------------------------------------------------------------------------------
@@ -687,10 +956,11 @@ def test_patches_that_no_longer_fit(strange: Report) -> None:
     values = [row["value"] for row in strange.rows if row["name"] == f"mlx-lm {version}"]
     groups = {value.partition(":")[0]: value for value in values}
     assert "perplexity" in groups["same, applied"] and ", generate, " in groups["known, applied"]
+    again = f"{PIP} install --force-reinstall --no-deps"
     changed = strange.named("mlx_lm.chat")
-    assert_found(changed, "warning", "changed: main; signatures fit", advice="check results, or pip install 'mlx-lm>=")
+    assert_found(changed, "warning", "changed: main; signatures fit", advice=f"check results, or {again} 'mlx-lm>=")
     misfit = strange.named("mlx_lm.utils.load_tokenizer")
-    assert_found(misfit, "problem", "incompatible, ", "model_path", "; without it ", advice="pip install 'mlx-lm>=")
+    assert_found(misfit, "problem", "incompatible, ", "model_path", "; without it ", advice=f"{again} 'mlx-lm>=")
     gone = strange.named("mlx_lm.cache_prompt")
     assert_found(gone, "problem", "incompatible, there is no mlx_lm.cache_prompt; without it ", advice="pip install")
     listed = " ".join(groups.values())
@@ -717,11 +987,29 @@ def test_the_strange_environment_is_summed_up(strange: Report) -> None:
     assert [row["value"] for row in strange.rows if row["name"] in COMMANDS] == ["not on PATH"] * 3
 
 
+def test_one_of_our_own_families_is_gone(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: Path
+) -> None:
+    fault = f"The family 'sdar' is left out. {environment.PLUGIN} 0.1.0: mlx_dllm_plugin.families.sdar:FAMILY ..."
+    monkeypatch.setattr(FAMILIES, "faults", lambda: {"sdar": fault, "x": "The family 'x' is left out. x 1: no."})
+    report = doctor()
+    assert_found(report.named("family sdar"), "problem", "left out", advice="--force-reinstall --no-deps")
+    assert_found(report.named("family x"), "problem", "left out", advice=f"update that package, or {PIP} uninstall it")
+
+    def broken() -> None:
+        raise SyntaxError("in sdar.py")
+
+    monkeypatch.setattr(FAMILIES, "builtin", broken)
+    monkeypatch.setattr(FAMILIES, "faults", dict)
+    row = doctor().rows[-2]
+    assert_found(row, "problem", "cannot be imported (SyntaxError: in sdar.py)", advice="--force-reinstall --no-deps")
+
+
 def test_a_patch_that_is_off_for_another_reason(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     key = ("mlx_lm.chat", "main")
     monkeypatch.setitem(patches._RECORDS, key, Record(*key, "disabled", "main is asynchronous"))
     report = doctor()
-    assert_found(report.named("mlx_lm.chat.main"), "problem", "off, main is asynchronous", advice="pip install 'mlx-lm")
+    assert_found(report.named("mlx_lm.chat.main"), "problem", "off, main is asynchronous", advice="--no-deps 'mlx-lm")
     assert report.last == "1 problem." and report.status == 1
 
 
@@ -901,6 +1189,174 @@ def test_what_is_doubtful_in_a_checkpoint(
     assert_found(report.named(name), "warning", *words, advice=advice)
 
 
+def test_values_of_the_configuration_are_not_the_tokenizers_fault(doctor: Doctor, ar: Path, tmp_path: Path) -> None:
+    reads_architectures = "architectures" in inspect.getsource(utils._get_classes)  # from mlx-lm 0.32 on
+    for number, (values, name, words) in enumerate(
+        [
+            ({"eos_token_id": "x"}, "config.json", ["transformers cannot take", "eos_token_id"]),
+            ({"hidden_size": "32"}, "config.json", ["transformers cannot take", "hidden_size"]),
+            *([({"architectures": 3}, "config.json", ["mlx-lm cannot take"])] if reads_architectures else []),
+            ({"model_type": ["llama"]}, "spec", ["model_type must be the name of an architecture", "['llama']"]),
+            ({"model_type": ...}, "spec", ["model_type must be the name of an architecture", "None"]),
+        ]
+    ):
+        copy = copy_run(ar, tmp_path / str(number))
+        edit_json(copy / "config.json", **values)
+        report = doctor(copy)
+        problems = [row for row in report.rows if row["status"] == "problem"]
+        assert_found(problems[0], "problem", *words, advice="")
+        assert [row["name"] for row in problems] == [name]
+
+
+@pytest.mark.parametrize("template", ["{{ x", "{{ raise_exception('never') }}", "{% include 'x' %}"])
+def test_a_chat_template_that_cannot_be_rendered(
+    doctor: Doctor, copied: Path, ar: Path, tmp_path: Path, template: str
+) -> None:
+    other = copy_run(ar, tmp_path / "copy")
+    for name, folder in ((copied, copied / "model"), (other, other)):
+        edit_json(folder / "tokenizer_config.json", chat_template="{{ messages[0]['content'] }}")
+        assert doctor(name).bad() == []
+        edit_json(folder / "tokenizer_config.json", chat_template=template)
+        report = doctor(name)
+        row = report.named("chat template")
+        assert_found(row, "problem", "cannot be rendered (", advice="--ignore-chat-template")
+        assert_found(will(report)["mlx_lm.generate"], "warning", "fails at the chat template: see above")
+        assert report.last == "1 problem."
+
+
+def shards(folder: Path, *, index: bool = True) -> None:
+    """The weights in two files."""
+    values = dict(mx.load(str(folder / "model.safetensors")))
+    mx.eval(values)
+    (folder / "model.safetensors").unlink()
+    names = list(values)
+    half = len(names) // 2
+    weight_map = {}
+    for number, part in enumerate((names[:half], names[half:]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        mx.save_safetensors(str(folder / file), {name: values[name] for name in part}, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    if index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_file_of_weights_that_was_left_over(doctor: Doctor, copied: Path, ar: Path, tmp_path: Path) -> None:
+    other = copy_run(ar, tmp_path / "copy")
+    for name, folder in ((copied, copied / "model"), (other, other)):
+        shards(folder)
+        assert doctor(name).bad() == []
+        shutil.copy(folder / "model-00002-of-00002.safetensors", folder / "model-00003-of-00003.safetensors")
+        found = [row for row in doctor(name).rows if row["name"] == "weights"]
+        words = "the index does not name model-00003-of-00003.safetensors, and mlx-lm reads every"
+        assert_found(found[0], "warning", words, advice="move elsewhere")
+        (folder / "model.safetensors.index.json").unlink()
+        found = [row for row in doctor(name).rows if row["name"] == "weights"]
+        words = "is in model-00002-of-00002.safetensors and in model-00003-of-00003.safetensors"
+        assert_found(found[0], "warning", words, advice="move elsewhere")
+        assert found[1]["status"] == "ok"
+
+
+def test_an_index_beside_complete_weights(doctor: Doctor, copied: Path, ar: Path, tmp_path: Path) -> None:
+    """mlx-lm does not read it; this package refuses a diffusion checkpoint with it."""
+    other = copy_run(ar, tmp_path / "copy")
+    for text in ("{", '{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'):
+        for folder in (copied / "model", other):
+            (folder / "model.safetensors.index.json").write_text(text)
+        report = doctor(other)
+        warned, fine = [row for row in report.rows if row["name"] == "weights"]
+        assert_found(warned, "warning", "whatever the index says", advice="copy")
+        assert report.status == 0 and fine["status"] == "ok"
+        assert_found(will(report)["mlx_lm.generate"], "ok", "decodes it autoregressively")
+        assert doctor(copied).named("weights")["status"] == "problem"
+    (other / "model.safetensors").rename(other / "model-00002-of-00002.safetensors")
+    assert doctor(other).status == 0
+
+
+def test_damaged_weights_of_an_autoregressive_checkpoint(doctor: Doctor, ar: Path, tmp_path: Path) -> None:
+    copy = copy_run(ar, tmp_path / "copy")
+    file = copy / "model.safetensors"
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    file.write_bytes(data[:8] + data[8 : 8 + length].replace(b'"F32"', b'"XYZ"') + data[8 + length :])
+    report = doctor(copy)
+    assert_found(report.named("weights"), "problem", "cannot be loaded", advice="copy, download or convert")
+    assert report.last == "1 problem."
+
+
+def test_so_many_layers_are_not_made(doctor: Doctor, copied: Path, ar: Path, tmp_path: Path) -> None:
+    other = copy_run(ar, tmp_path / "copy")
+    edit_json(copied / "model" / "config.json", n_layer=10**9)
+    edit_json(other / "config.json", num_hidden_layers=10**9)
+    for name, most in ((copied, 2), (other, 1)):
+        text = f"1000000000 layers by config.json, {most} at most by the weights"
+        assert_found(doctor(name).named("weights"), "problem", text, advice="correct config.json")
+
+
+def test_weights_of_whole_numbers(doctor: Doctor, copied: Path) -> None:
+    weights(lambda w: w.update({WTE: w[WTE].astype(mx.int32)}))(copied)
+    row = doctor(copied).named("weights")
+    words = "1 not of floating-point numbers: model.wte.weight is mlx.core.int32"
+    assert_found(row, "problem", words, advice="again")
+
+
+def test_names_cannot_move_the_cursor(command: Callable[..., Outcome], copied: Path) -> None:
+    weights(lambda w: w.update({"more\x1b[2J\rx\n": w[WTE]}))(copied)
+    out = command(copied).out
+    assert r"model.more\x1b[2J\rx\n" in out and "\x1b" not in out and "\r" not in out
+    outcome = command(copied / "model" / "a\x1b[2J")
+    assert_one_sentence(outcome, r"a\x1b[2J")
+
+
+def test_a_raw_checkpoint_with_what_it_needs(doctor: Doctor, command: Callable[..., Outcome], copied: Path) -> None:
+    """As training leaves it: no a2d block, no tokenizer."""
+    source = copy_run(copied / "model", copied.parent / "its tokenizer")
+    raw = copied / "checkpoints" / "checkpoint-3"
+    raw.parent.mkdir()
+    (copied / "model").rename(raw)
+    edit_json(raw / "config.json", a2d=...)
+    for file in raw.glob("*"):
+        if file.suffix not in (".safetensors",) and file.name != "config.json":
+            file.unlink()
+    report = doctor(raw)
+    problems = {row["name"]: row for row in report.rows if row["status"] == "problem"}
+    assert set(problems) == {"spec", "tokenizer"}
+    assert_found(problems["spec"], "problem", "mask token is unknown", advice="that is the last, 340")
+    assert_found(problems["tokenizer"], "problem", "No tokenizer files", advice="with --tokenizer")
+    given = ["--tokenizer", source, "--mask-token-id", 340]
+    report = doctor(raw, *given)
+    assert report.status == 0
+    assert_found(report.named("mask token"), "ok", "340 from --mask-token-id, '<|mdlm_mask|>' in the tokenizer")
+    words = f"denoises it as gpt2 (rule a2d, canvas 64, mask 340), with --tokenizer '{source}' --mask-token-id 340"
+    assert_found(will(report)["mlx_lm.generate"], "ok", words)
+    for wrong, name, word in (
+        (["--tokenizer", raw, "--mask-token-id", 340], "tokenizer", "no tokenizer files"),
+        (["--tokenizer", raw / "no", "--mask-token-id", 340], "tokenizer", "no tokenizer files"),
+        (["--tokenizer", source, "--mask-token-id", 341], "spec", "got 341 from --mask-token-id"),
+        (["--tokenizer", source, "--mask-token-id", -1], "spec", "got -1 from --mask-token-id"),
+        ([*given, "--family", "llama"], "spec", "'llama'"),
+    ):
+        report = doctor(raw, *wrong)
+        problems = {row["name"]: row for row in report.rows if row["status"] == "problem"}
+        assert [*problems] == [name] and word in problems[name]["value"], problems
+    (copied / "manifest.json").unlink()
+    assert_found(will(doctor(raw, *given, "--family", "gpt2"))["mlx_lm.generate"], "ok", "with --family gpt2")
+
+
+def test_options_without_a_path(command: Callable[..., Outcome]) -> None:
+    assert_one_sentence(command("--mask-token-id", 0), "--mask-token-id", "PATH")
+
+
+def test_options_of_diffusion_for_an_autoregressive_checkpoint(doctor: Doctor, ar: Path) -> None:
+    row = will(doctor(ar, "--mask-token-id", 3))["mlx_lm.generate"]
+    assert_found(row, "warning", "refuses it with --mask-token-id", advice="--family")
+
+
+def test_paths_in_commands_are_quoted(doctor: Doctor, copied: Path) -> None:
+    copied.rename(copied.parent / "a run")
+    report = doctor(copied.parent / "a run")
+    assert f"mlx-dllm info '{copied.parent}/a run' shows all" in report.named("spec")["value"]
+
+
 class OwnTokenizer(PreTrainedTokenizerFast):
     """Code beside the weights: transformers gives it the vocabulary without the merges."""
 
@@ -1032,7 +1488,31 @@ def test_code_beside_the_weights_is_not_run(doctor: Doctor, ar: Path, tmp_path: 
     for name in ("tokenizer", "weights"):
         assert_found(report.named(name), "warning", "not looked at", "not run here", advice="read it")
     assert report.status == 0
+    only_so = "decodes it autoregressively only with --trust-remote-code"
+    if has_option():
+        assert_found(will(report)["mlx_lm.generate"], "warning", only_so)
+    edit_json(copy / "config.json", model_file=None)
+    report = doctor(copy)
+    assert report.named("weights")["status"] == "ok"
+    assert_found(will(report)["mlx_lm.generate"], "warning", only_so)
     assert not (tmp_path / "ran").exists()
+
+
+def has_option() -> bool:
+    return "trust_remote_code" in inspect.signature(inspect.unwrap(utils.load_model)).parameters
+
+
+def test_the_model_is_code_beside_the_weights(doctor: Doctor, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_json(copied / "model" / "config.json", model_file="own.py")
+    report = doctor(copied)
+    how = "only with" if has_option() else "and runs its code unasked"
+    assert_found(will(report)["mlx_lm.generate"], "warning", f"denoises it {how}")
+    with monkeypatch.context() as patched:
+        patched.setattr(utils, "load_model", lambda model_path, get_model_classes=None: None)
+        row = will(doctor(copied))["mlx_lm.generate"]
+    assert_found(row, "warning", "denoises it and runs its code unasked")
+    edit_json(copied / "model" / "config.json", model_file=None)
+    assert doctor(copied).bad() == []
 
 
 def test_a_patch_without_which_it_is_refused(doctor: Doctor, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,3 +285,26 @@ def test_without_a_working_mlx_doctor_is_named(arguments: list[str], path: Path,
         "libmlx.so: cannot open: `mlx-dllm doctor` says what to do",
     )
     assert "Traceback" not in outcome.err
+
+
+def test_a_model_type_that_is_no_text_is_one_sentence(copied: Path, info: Info) -> None:
+    edit_json(copied / "model" / "config.json", model_type=["gpt2"])
+    assert_one_sentence(info(copied), "model_type must be the name of an architecture", "['gpt2']")
+
+
+def test_a_name_that_is_too_long_is_one_sentence(info: Info) -> None:
+    assert_one_sentence(info("x" * 300), "cannot be looked at (File name too long)")
+
+
+def test_an_unknown_mask_may_be_the_last_token(copied: Path, info: Info) -> None:
+    edit_json(copied / "model" / "config.json", a2d=...)
+    for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"):
+        (copied / "model" / name).unlink()
+    (told,) = problems(info(copied))
+    assert "--mask-token-id" in told and told.endswith("that is the last, 340.")
+
+
+def test_names_cannot_move_the_cursor(copied: Path, info: Info) -> None:
+    copied.rename(copied.parent / "a\x1b[2J")
+    out = info(copied.parent / "a\x1b[2J").out
+    assert r"a\x1b[2J/model" in out and "\x1b" not in out

@@ -267,3 +267,24 @@ def test_the_entry_points_of_this_package_are_what_the_code_has() -> None:
         for name in known._builtin:
             entry: Any = known.get(name)
             assert isinstance(entry, (Family, Rule)) and entry.name == name
+
+
+def test_an_entry_point_that_ends_python_is_its_own_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = tmp_path / "stranger_exits-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger-exits\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[tests.exits]\nleaves = stranger_exits:FAMILY\n")
+    (tmp_path / "stranger_exits.py").write_text("raise SystemExit('bye')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry: Registry[Family] = Registry("tests.exits", "family", Family, {})
+    assert registry.names() == []
+    fault = "The family 'leaves' is left out. stranger-exits 1: stranger_exits:FAMILY cannot be loaded"
+    assert registry.faults() == {"leaves": f"{fault} (SystemExit: bye)."} and fault in capsys.readouterr().err
+
+
+def test_without_importlib_metadata_the_scan_is_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "importlib_metadata", None)
+    registry: Registry[Family] = Registry("mlx_dllm.families", "family", Family, {})
+    assert "sdar" in registry.names()

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import Checkpoint, check_weights, has_tokenizer, open_checkpoint
-from ..errors import CheckpointError, DiffusionError
+from ..checkpoint import Checkpoint, check_model_type, check_weights, exists, has_tokenizer, open_checkpoint
+from ..errors import CheckpointError, DiffusionError, printable
 from ..families import FAMILIES, Family
 from ..families.profiles import cost
 from ..options import approximations
@@ -29,6 +29,7 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when the checkpoint can be decoded as it is; 1 otherwise."""
     checkpoint = open_checkpoint(locate(args.path))
+    check_model_type(checkpoint)
     family = detect(checkpoint, args.family)
     problems = [text for text in (weights_problem(checkpoint.path), tokenizer_problem(checkpoint.path)) if text]
     if family is None:
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def locate(name: str) -> Path:
     """The directory of a path or of a hub id in the local cache."""
     path = Path(name)
-    if path.exists() or name.count("/") > 1 or name.startswith((".", "/", "~")):
+    if exists(path) or name.count("/") > 1 or name.startswith((".", "/", "~")):
         return path
     from huggingface_hub import snapshot_download
 
@@ -93,14 +94,17 @@ def spec_problems(checkpoint: Checkpoint, family: Family, spec: DiffusionSpec) -
     except DiffusionError as error:
         problems.append(str(error))
     if spec.mask_token_id is None:
-        problems.append("The mask token is unknown: give mlx_lm.generate its id with --mask-token-id.")
+        problems.append(
+            "The mask token is unknown: give mlx_lm.generate its id with --mask-token-id; of a vocabulary that was "
+            f"grown by a mask, as a2d does it, that is the last, {spec.vocab_size - 1}."
+        )
     return problems
 
 
 def _print(checkpoint: Checkpoint, spec: DiffusionSpec, problems: list[str]) -> None:
-    print(checkpoint.path)
+    print(printable(str(checkpoint.path)))
     if checkpoint.provenance:
-        print(f"warning: {checkpoint.provenance}")
+        print(printable(f"warning: {checkpoint.provenance}"))
     left_out = {"defaults", "sources", "profiles"} | {
         name for name in ("stop_token_ids", "variants", "routing_block", "edit_token_ids") if not getattr(spec, name)
     }
@@ -111,12 +115,12 @@ def _print(checkpoint: Checkpoint, spec: DiffusionSpec, problems: list[str]) -> 
     shown = [(name, _shown(value), spec.sources.get(name, "")) for name, value in rows]
     first, second = (max(len(row[i]) for row in shown) for i in (0, 1))
     for name, value, source in shown:
-        print(f"  {name:<{first}}  {value:<{second}}  {source}".rstrip())
+        print(printable(f"  {name:<{first}}  {value:<{second}}  {source}".rstrip()))
     print(f"  {'approximate':<{first}}  {', '.join(_inexact(spec))}  options that trade exactness for speed")
     for name in ("exact", *spec.profiles):
         print(f"  {'profile ' + name:<{first}}  {'  '.join(_profile(name, spec.profiles.get(name, {})))}")
     for problem in problems:
-        print(f"problem: {problem}")
+        print(f"problem: {printable(problem)}")
 
 
 def _inexact(spec: DiffusionSpec) -> list[str]:

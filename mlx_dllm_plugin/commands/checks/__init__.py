@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -47,6 +48,41 @@ def look(checks: Checks) -> Iterator[Check]:
         if os.environ.get("MLX_DLLM_DEBUG") == "1":
             sys.stderr.write(heard.text.getvalue())
         yield from found
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing reaches standard output meanwhile, whoever writes to its descriptor. At the end of Python nothing does
+    either, but for what was printed before: packages of strangers may have their say then."""
+    try:
+        _flush()
+        kept = os.dup(1)
+    except (OSError, ValueError):  # closed
+        yield
+        return
+    try:
+        _close_output()
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            _flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+        atexit.register(_close_output)  # the last one that is registered is the first that runs
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None:
+            stream.flush()
+
+
+def _close_output() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        _flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 class Heard:

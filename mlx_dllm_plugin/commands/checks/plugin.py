@@ -8,24 +8,27 @@ from typing import Any
 
 from ...registry import Registry
 from . import Check, describe, problem, warning
-from .environment import PLUGIN, installed, reinstall
+from .environment import PLUGIN, cause, fault_of, installed, left_out, pip, reinstall, tested
 from .startup import opted_out, way_back
 
 _VERDICTS = ("known", "same", "changed", "incompatible")
-_UPDATE = "update that package, or pip uninstall it"
+_UPDATE = f"update that package, or {pip('uninstall')} it"
 
 
 def host(name: str) -> Iterator[Check]:
     """A line for everything that is not as it should be, and one for each group of upstream modules that are alike."""
     from ... import patches
-    from ...compat import TESTED, describe_host, distribution
+    from ...compat import describe_host, distribution
 
     if not installed(name):
+        return
+    if why := cause(distribution(name)) or (distribution(name) if fault_of(name) else ""):
+        yield left_out(describe_host(name), why)
         return
     judgements = patches.judge(name)
     faults = _import_all(name) if patches.is_active() else {}
     records = [record for record in patches.status() if record.target.startswith(f"{name}.")]
-    way_out = "pip install '{}>={},<={}'".format(distribution(name), *TESTED[distribution(name)])
+    way_out = tested(name)
     found = [
         *_incompatible(judgements, way_out),
         *(_disabled(judgements, records, way_out) if patches.is_active() else ()),
@@ -126,11 +129,16 @@ def registered(registry: Registry[Any], several: str) -> Iterator[Check]:
     packages: dict[str, list[str]] = {}
     for name in registry.names():
         packages.setdefault(registry.package(name), []).append(name)
-    registry.builtin()  # so that one of ours that cannot be imported is a fault of this check
+    try:
+        registry.builtin()
+    except Exception as error:
+        yield problem(several, f"one of ours cannot be imported ({describe(error)})", reinstall())
+        return
     for package, names in sorted(packages.items(), key=lambda item: item[0] != PLUGIN):
         yield Check(several, f"{len(names)} from {package}: {', '.join(names)}")
     for name, fault in registry.faults().items():
-        yield problem(f"{registry.what} {name}", fault, _UPDATE)
+        is_ours = f" is left out. {PLUGIN} " in fault
+        yield problem(f"{registry.what} {name}", fault, reinstall() if is_ours else _UPDATE)
 
 
 def families() -> Iterator[Check]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import site
@@ -11,18 +13,24 @@ import stat
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ... import _active_boot
 from . import Check, describe, problem, warning
-from .environment import PACKAGE, PLUGIN, installed, reinstall
+from .environment import PACKAGE, install, installed, reinstall
 
 BOOT = "_mlx_dllm_boot"
 STEM = "zz-mlx-dllm-plugin"
 _FALLBACK = "until then run python -m mlx_dllm_plugin generate ..."
 _HOOK = "start-up hook"
 _ASK = f"import sys; print({BOOT!r} in sys.modules); print(*sys.version_info[:2]); print(sys.prefix)"
+
+
+_PYTHON = re.compile(r"(python|pypy)[\d.]*(w|t|d|-\w+)?")
+_SECONDS = 10  # for all Pythons that are asked
 
 
 def opted_out() -> str:
@@ -37,11 +45,21 @@ def way_back(off: str) -> str:
     return "unset MLX_DLLM_PLUGIN" if off.startswith("MLX") else "leave out -X mlx_dllm=0"
 
 
+def has_run() -> bool:
+    """Whether the start-up file ran: what is left of another version is imported too, and does nothing."""
+    return hasattr(sys.modules.get(BOOT), "enabled")
+
+
 def hook() -> Iterator[Check]:
+    value = os.environ.get("MLX_DLLM_PLUGIN", "")
     if off := opted_out():
         yield warning(_HOOK, f"turned off by {off}: the hosts decode autoregressively", way_back(off))
-    elif BOOT in sys.modules:
+    elif has_run() and value.lower() in ("false", "off", "no"):
+        yield warning(_HOOK, f"active, as MLX_DLLM_PLUGIN={value} does not turn it off", "set it to 0, or unset it")
+    elif has_run():
         yield _ran(Path(str(sys.modules[BOOT].__file__)))
+    elif BOOT in sys.modules:
+        yield problem(_HOOK, *_left_over())
     elif sys.flags.no_site:
         yield problem(_HOOK, "not active: python -S reads no start-up files", f"leave out -S; {_FALLBACK}")
     else:
@@ -52,6 +70,12 @@ def _ran(boot: Path) -> Check:
     if boot.read_bytes() != (PACKAGE / "_boot.py").read_bytes():
         return warning(_HOOK, f"active, but {boot} is of another version than {PACKAGE}", reinstall())
     return Check(_HOOK, f"active, from {boot.parent}")
+
+
+def _left_over() -> tuple[str, str]:
+    module = sys.modules[BOOT]
+    where = module.__file__ or next(iter(module.__path__))
+    return f"not active: {where} is no file of this package", f"delete it, then {reinstall()}; {_FALLBACK}"
 
 
 def _why_not() -> tuple[str, str]:
@@ -67,12 +91,12 @@ def _why_not() -> tuple[str, str]:
             return (
                 f"not active: {file} is in the user's directory, which -s, -I, PYTHONNOUSERSITE or this environment "
                 "turns off",
-                f"pip install {PLUGIN} into {sys.prefix}; {_FALLBACK}",
+                f"{install()}; {_FALLBACK}",
             )
         return (
             f"not active: {file} is in a directory whose start-up files Python does not read, as after pip install "
             "--target",
-            f"pip install {PLUGIN} into {sys.prefix}, or call site.addsitedir({str(folder)!r}) first; {_FALLBACK}",
+            f"{install()}, or call site.addsitedir({str(folder)!r}) first; {_FALLBACK}",
         )
     return f"not active: no {STEM}.pth in {', '.join(map(str, read))}", f"{reinstall()}; {_FALLBACK}"
 
@@ -118,7 +142,7 @@ def _what_is_wrong(text: str) -> str:
 def _boot_is_broken(file: Path) -> tuple[str, str]:
     try:
         found = importlib.util.find_spec(BOOT)
-        if found is None or found.loader is None:
+        if found is None or found.loader is None or found.origin is None:  # without: a directory of that name
             return f"not active: {BOOT}.py is gone from beside {file}", reinstall()
         found.loader.get_code(BOOT)  # type: ignore[attr-defined]
     except Exception as error:
@@ -130,45 +154,89 @@ def _is_hidden(file: Path) -> bool:
     return bool(getattr(os.lstat(file), "st_flags", 0) & stat.UF_HIDDEN)
 
 
-def command(name: str) -> Iterator[Check]:
+@dataclass(frozen=True)
+class _Other:
+    """What another Python says: whether it starts with the plugin, whether it is of this environment, its prefix; or
+    why it does not say that."""
+
+    is_active: bool = False
+    is_ours: bool = False
+    prefix: str = ""
+    fault: str = ""
+    timed_out: bool = False
+
+
+def command(name: str, ask: Callable[[str], _Other]) -> Iterator[Check]:
     """Whose command runs when a user types its name."""
-    scripts = Path(sysconfig.get_path("scripts"))
-    instead = scripts / name if (scripts / name).exists() else f"{sys.executable} -m {name}"
+    instead = f"run {_instead(name)}"
     found = shutil.which(name)
     if found is None:
-        yield warning(name, "not on PATH", f"activate {sys.prefix}, or run {instead}")
+        yield warning(name, "not on PATH", f"activate {sys.prefix}, or {instead}")
         return
-    python = _interpreter(Path(found))
+    script = Path(found)
+    python = _interpreter(script) if script.is_file() else None  # a pipe would be waited for
     if python is not None and _is_this(python):
         yield Check(name, found)
-        return
-    active, is_ours, prefix = _ask(python)
-    if is_ours:
-        yield Check(name, found)
-    elif active:
-        yield warning(
-            name,
-            f"{found} belongs to another environment, {prefix}, which has the plugin too",
-            f"run {prefix}/bin/mlx-dllm doctor, or {instead}",
-        )
+    elif python is None or not _PYTHON.fullmatch(os.path.basename(python)):
+        way = f"run {_subcommand(name)} --help and look for 'diffusion options'; without them, {instead}"
+        yield warning(name, f"{found} is a script or program that cannot be looked into", way)
+    elif not os.path.exists(python) and os.path.realpath(script.parent) == os.path.realpath(_scripts()):
+        way = f"{instead}, or make the environment anew"
+        yield problem(name, f"{found} names {python}, which is gone: the environment was moved or renamed", way)
     else:
-        yield problem(
-            name,
-            f"{found} belongs to another environment, {prefix or 'whose Python does not run'}, where the plugin is not "
-            'active: it reads --mode diffusion as a model called "diffusion"',
-            f"run {instead}" + (f", or {prefix}/bin/python -m pip install {PLUGIN}" if prefix else ""),
-        )
+        yield _of_another(name, found, python, ask(python), instead)
+
+
+def _of_another(name: str, found: str, python: str, other: _Other, instead: str) -> Check:
+    if other.is_ours:
+        return Check(name, found)
+    if other.fault:
+        status = "warning" if other.timed_out else "problem"
+        return Check(name, f"{found} belongs to {python}, which {other.fault}", status, instead)
+    whose = f"{found} belongs to another environment, {other.prefix}"
+    theirs = Path(other.prefix) / "bin"
+    if other.is_active:
+        doctor = shlex.quote(str(theirs / "mlx-dllm"))
+        return warning(name, f"{whose}, which has the plugin too", f"run {doctor} doctor, or {instead}")
+    return problem(
+        name,
+        f'{whose}, where the plugin is not active: it reads --mode diffusion as a model called "diffusion"',
+        f"{instead}, or {install(python=str(theirs / 'python'))}",
+    )
+
+
+def _scripts() -> Path:
+    return Path(sysconfig.get_path("scripts"))
+
+
+def _subcommand(name: str) -> str:
+    """The command that has our options."""
+    return "mlx_lm generate" if name == "mlx_lm" else name
+
+
+def _instead(name: str) -> str:
+    """The same command of this environment, for a shell: its script, unless that is broken."""
+    script = _scripts() / name
+    python = _interpreter(script) if script.is_file() else None
+    if python is not None and _is_this(python):
+        return shlex.quote(str(script))
+    return f"{shlex.quote(sys.executable)} -m {_subcommand(name)}"
 
 
 def _interpreter(script: Path) -> str | None:
-    """The Python that a script names in its first lines."""
-    with script.open("rb") as stream:
-        first, second = (stream.readline(4096).decode(errors="replace").strip() for _ in range(2))
+    """The program that a script names in its first lines."""
+    try:
+        with script.open("rb") as stream:
+            first, second = (stream.readline(4096).decode(errors="replace").strip() for _ in range(2))
+    except OSError:
+        return None
     words = first.removeprefix("#!").split() if first.startswith("#!") else []
     if words and os.path.basename(words[0]) == "sh" and second.startswith("'''exec'"):
-        return shlex.split(second.removeprefix("'''exec'"))[0]  # installers, where a path is long or has spaces
+        # Installers, where a path is long or has spaces.
+        return next(iter(shlex.split(second.removeprefix("'''exec'").partition('"$0"')[0])), None)
     if words and os.path.basename(words[0]) == "env":
-        return shutil.which(words[-1])
+        program = next((word for word in words[1:] if not word.startswith("-") and "=" not in word), "")
+        return shutil.which(program) or program
     return words[0] if words else None
 
 
@@ -182,19 +250,20 @@ def _is_this(python: str) -> bool:
     )
 
 
-def _ask(python: str | None) -> tuple[bool, bool, str]:
-    """Whether another Python starts with the plugin and is of this environment, and its prefix ("" where it does not
-    run)."""
+def _ask(python: str, seconds: float) -> _Other:
+    """What another Python says."""
     clean = {name: value for name, value in os.environ.items() if name != "MLX_DLLM_PLUGIN"}
     try:
         done = subprocess.run(
-            [python or "", "-c", _ASK], env=clean, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+            [python, "-c", _ASK], env=clean, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
         )
         active, version, prefix = done.stdout.splitlines()[-3:]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return False, False, ""
+    except subprocess.TimeoutExpired:
+        return _Other(fault=f"did not answer within {_SECONDS} seconds", timed_out=True)
+    except (OSError, ValueError):
+        return _Other(fault="does not run")
     same = version.split() == [str(number) for number in sys.version_info[:2]]
-    return active == "True", same and os.path.realpath(prefix) == os.path.realpath(sys.prefix), prefix
+    return _Other(active == "True", same and os.path.realpath(prefix) == os.path.realpath(sys.prefix), prefix)
 
 
 def _commands() -> dict[str, str]:
@@ -202,9 +271,11 @@ def _commands() -> dict[str, str]:
 
 
 def commands() -> Iterator[Check]:
+    end = time.monotonic() + _SECONDS
+    ask = functools.cache(lambda python: _ask(python, max(end - time.monotonic(), 0.1)))
     for name, package in _commands().items():
         if installed(package):
-            yield from command(name)
+            yield from command(name, ask)
 
 
 CHECKS = {_HOOK: hook, "commands": commands}
