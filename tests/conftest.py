@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools import Runner
+from tests.tools import Runner, copy_run, make_ar_model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -39,6 +39,24 @@ def goldens() -> Path:
 def data() -> Path:
     """tests/data: a few small goldens that come with the checkout."""
     return DATA
+
+
+@pytest.fixture(scope="session")
+def path(data: Path) -> Path:
+    """A small a2d run."""
+    return data / "a2d" / "gpt2-grow" / "run"
+
+
+@pytest.fixture
+def copied(path: Path, tmp_path: Path) -> Path:
+    """A copy of it that may be changed."""
+    return copy_run(path, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def ar(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny autoregressive checkpoint."""
+    return make_ar_model(tmp_path_factory.mktemp("ar") / "llama", path / "model")
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from mlx_dllm_plugin.commands import main
 from mlx_dllm_plugin.commands.checks import Check, checkpoint, environment, startup
 from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.patches import Record
-from tests.tools import Outcome, assert_one_sentence, copy_run, edit_json, make_ar_model
+from tests.tools import Outcome, assert_one_sentence, copy_run, edit_json
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = ["Environment", "Start-up", "Patches", "Families and rules", "Checkpoint"]
@@ -137,21 +137,6 @@ def own_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     if only(environment.plugin()).status != "ok":
         check = Check(environment.PLUGIN, "of the checkout")
         monkeypatch.setitem(environment.CHECKS, environment.PLUGIN, lambda: iter([check]))
-
-
-@pytest.fixture(scope="module")
-def path(data: Path) -> Path:
-    return data / "a2d" / "gpt2-grow" / "run"
-
-
-@pytest.fixture
-def copied(path: Path, tmp_path: Path) -> Path:
-    return copy_run(path, tmp_path / "run")
-
-
-@pytest.fixture(scope="module")
-def ar(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_ar_model(tmp_path_factory.mktemp("ar") / "llama", path / "model")
 
 
 # --- a healthy environment, and the two ways to print it --------------------------------------------------------------

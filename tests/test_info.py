@@ -12,7 +12,7 @@ import pytest
 
 from mlx_dllm_plugin.commands import main
 from mlx_dllm_plugin.families import FAMILIES
-from tests.tools import Outcome, assert_one_sentence, copy_run, edit_json, make_ar_model, process
+from tests.tools import Outcome, assert_one_sentence, copy_run, edit_json, process
 
 Info = Callable[..., Outcome]
 
@@ -31,21 +31,6 @@ def info(capfd: pytest.CaptureFixture[str]) -> Info:
         return Outcome(status, out, err)
 
     return run
-
-
-@pytest.fixture(scope="module")
-def path(data: Path) -> Path:
-    return data / "a2d" / "gpt2-grow" / "run"
-
-
-@pytest.fixture
-def copied(path: Path, tmp_path: Path) -> Path:
-    return copy_run(path, tmp_path / "run")
-
-
-@pytest.fixture(scope="module")
-def ar(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_ar_model(tmp_path_factory.mktemp("ar") / "llama", path / "model")
 
 
 def rows(outcome: Outcome) -> dict[str, tuple[str, str]]:
