@@ -207,7 +207,8 @@ def judge(host: Installed, leans: Leans) -> list[Judgement]:
     records = [record_of(host.package, version) or {} for version in releases(host.package)]
     if not records:
         return []
-    before = _record_before(host)
+    # Of the newest release that is not newer, or of the oldest.
+    before = record_of(host.package, (releases_until(host) or releases(host.package)[:1])[-1]) or {}
     for target, wanted in leans.items():
         file = _find(host, target)
         path = target.replace(".", "/")
@@ -253,14 +254,13 @@ def _all_lost(wanted: Sequence[Lean]) -> str:
     return "; ".join(dict.fromkeys(lean.lost for lean in wanted if lean.lost))
 
 
-def _record_before(host: Installed) -> dict[str, Any]:
-    """The record of the newest release that is not newer than a host, or the oldest."""
+def releases_until(host: Installed) -> list[str]:
+    """The recorded versions that are not newer than a host; all where its own cannot be ordered."""
     from packaging.version import Version
 
-    versions = earlier = releases(host.package)
-    if is_version(host.version):
-        earlier = [version for version in versions if Version(version) <= Version(host.version)]
-    return record_of(host.package, (earlier or versions[:1])[-1]) or {}
+    if not is_version(host.version):
+        return releases(host.package)
+    return [version for version in releases(host.package) if Version(version) <= Version(host.version)]
 
 
 # --- the check when a host is imported --------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from . import (
     make_record,
     record_of,
     releases,
+    releases_until,
 )
 
 HOSTS = tuple(package.replace("-", "_") for package in TESTED)
@@ -128,8 +129,7 @@ def record(host: Installed, directory: Path, *, force: bool = False) -> None:
     temporary.replace(path)
     for function in (releases, record_of):
         function.cache_clear()
-    earlier = [version for version in releases(host.package) if version != host.version]
-    before = _before(host.version, earlier)
+    before = next((version for version in reversed(releases_until(host)) if version != host.version), None)
     print(f"{host.package} {host.version}: {path.name} written, {_count(new)}.")
     if before is not None:
         print(f"Against {before}:")
@@ -153,13 +153,6 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
             elif old[symbol][0] != new[symbol][0]:
                 lines.append(f"{name}: changed" if symbol == "*" else f"{name}: {symbol} changed, the same signature")
     return lines
-
-
-def _before(version: str, recorded: Sequence[str]) -> str | None:
-    from packaging.version import Version
-
-    older = [other for other in recorded if Version(other) < Version(version)]
-    return older[-1] if older else None
 
 
 def _count(record: dict[str, Any]) -> str:

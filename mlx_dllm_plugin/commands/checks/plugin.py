@@ -11,7 +11,6 @@ from . import Check, describe, problem, warning
 from .environment import PLUGIN, cause, fault_of, installed, left_out, pip, reinstall, tested
 from .startup import opted_out, way_back
 
-_VERDICTS = ("known", "same", "changed", "incompatible")
 _UPDATE = f"update that package, or {pip('uninstall')} it"
 
 
@@ -91,11 +90,13 @@ def _targets(judgements: list[Any], records: list[Any]) -> list[str]:
 
 def _groups(targets: list[str], judgements: list[Any], records: list[Any], faults: dict[str, str]) -> dict[str, Any]:
     """Verdict and state -> the modules that have them."""
+    from ...compat import VERDICTS
+
     groups: dict[str, list[str]] = {}
     for target in targets:
         verdicts = [j.verdict for j in judgements if j.target == target]
         states = [r.state for r in records if r.target == target]
-        verdict = max(verdicts, key=_VERDICTS.index) if verdicts else ""
+        verdict = max(verdicts, key=VERDICTS.index) if verdicts else ""
         group = f"{verdict}, {_state(states, faults.get(target, ''))}" if verdict else "not in this release"
         groups.setdefault(group, []).append(target.partition(".")[2])
     return groups
