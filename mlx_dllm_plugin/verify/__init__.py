@@ -1,0 +1,1 @@
+"""Comparing a checkpoint's model here with a reference implementation, layer by layer."""
