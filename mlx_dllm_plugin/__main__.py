@@ -3,7 +3,7 @@
 import os
 import sys
 
-OURS = ("doctor", "infill", "info")
+OURS = ("doctor", "infill", "info", "verify")
 
 USAGE = f"""\
 usage: python -m mlx_dllm_plugin COMMAND ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,31 @@ def load(path_or_repo: str | Path, *, tokenizer: str | Path | None = None) -> tu
         model, config = plain(checkpoint.path)
     else:
         model, config = load_with_spec(plain, checkpoint.path, family, resolve(checkpoint, family))
-    extra = None if family is None else tokenizer_arguments(source, {})
-    wrapper = inspect.unwrap(utils.load_tokenizer)(source, extra, eos_token_ids=config.get("eos_token_id"))
-    if family is not None:
-        wrapper = repaired(wrapper, source)
+    if family is None:
+        wrapper = inspect.unwrap(utils.load_tokenizer)(source, None, eos_token_ids=config.get("eos_token_id"))
+    else:
+        wrapper = load_tokenizer(source, eos_token_ids=config.get("eos_token_id"))
         if not family.thinks:
             stop_thinking(wrapper)
     return model, wrapper, _a2d_of(checkpoint)
+
+
+def load_tokenizer(source: Path, given: Mapping[str, Any] | None = None, *, eos_token_ids: Any = None) -> Any:
+    """
+    mlx-lm's wrapper around the tokenizer of a diffusion checkpoint, reading text as its tokenizer.json says.
+
+    Args:
+        source: directory with the tokenizer files.
+        given: arguments for transformers' AutoTokenizer; without ``trust_remote_code`` none of its own code is run.
+
+    Raises:
+        CheckpointError: a tokenizer that is broken, or exists only as code.
+    """
+    from mlx_lm import utils
+
+    arguments = tokenizer_arguments(source, given or {})
+    wrapper = inspect.unwrap(utils.load_tokenizer)(source, arguments, eos_token_ids=eos_token_ids)
+    return repaired(wrapper, source, given)
 
 
 def load_with_spec(

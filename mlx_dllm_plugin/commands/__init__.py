@@ -13,13 +13,14 @@ from ..errors import PREFIX, DiffusionError, printable
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mlx-dllm`. Returns the exit status: 0, or 1 with one sentence on stderr."""
-    from . import doctor, infill, info
+    from . import doctor, infill, info, verify
 
     parser = argparse.ArgumentParser(prog="mlx-dllm", description="Diffusion language models in mlx-lm and mlx-vlm.")
     subparsers = parser.add_subparsers(dest="command", required=True)
     doctor.add(subparsers)
     infill.add(subparsers)
     info.add(subparsers)
+    verify.add(subparsers)
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names in a script that the terminal's encoding lacks
