@@ -57,6 +57,6 @@ def canvases(
         ids[i] = np.resize(found, columns)
     masked = np.zeros((rows, columns), dtype=bool)
     for row in masked:
-        row[random.permutation(columns)[: columns // 2]] = True
+        row[random.permutation(columns - 1)[: columns // 2] + 1] = True  # shifted logits never predict the first
     ids[masked] = mask_token_id
     return ids, masked

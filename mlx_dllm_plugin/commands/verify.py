@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -305,12 +305,47 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
 def _sampler(
     args: argparse.Namespace, checkpoint: Checkpoint, family: Family, spec: DiffusionSpec, mask_token_id: int
 ) -> int:
+    from ..layerwise import load_lazily
     from ..probes import TEXTS
+    from ..tokenizers import encode_prompt
     from ..verify.sampler import compare
 
+    settings = dict(_assignment(text) for text in args.set)
     found = _found(args, checkpoint, family, spec)
     tokenizer = _tokenizer(args, checkpoint)
-    raise NotImplementedError
+    prompt = encode_prompt(tokenizer, TEXTS[0] if args.prompt is None else args.prompt, spec.eos_token_ids)
+    spec = dataclasses.replace(spec, mask_token_id=mask_token_id)
+    model = load_lazily(checkpoint.path, family, spec)
+    result = compare(found, model, spec, prompt, max_tokens=args.max_tokens, settings=settings)
+    at = result.first_difference
+    if args.json:
+        print(json.dumps({"path": str(checkpoint.path), **dataclasses.asdict(result)}, indent=2))
+        return 0 if at is None else 1
+    print(printable(f"{checkpoint.path}\nreference: {result.function}"))
+    print(printable("settings: " + ", ".join(f"{name} {value}" for name, value in result.settings.items())))
+    ours, theirs = result.our_tokens, result.reference_tokens
+    print(f"forwards: {result.forwards} of the reference, {result.our_forwards} here")
+    if at is None:
+        print(f"All {len(ours)} tokens are the same.")
+        return 0
+    print(
+        f"first difference: token {at} of {len(theirs)}; the reference's {_token(theirs, at)}, {_token(ours, at)} here"
+    )
+    print(printable(f"reference: {tokenizer.decode(theirs)!r}"))
+    print(printable(f"here:      {tokenizer.decode(ours)!r}"))
+    print("1 problem.")
+    return 1
+
+
+def _token(tokens: Sequence[int], at: int) -> str:
+    return str(tokens[at]) if at < len(tokens) else "end"
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise DiffusionError(f"--set must be NAME=VALUE, such as --set steps=16, got {text!r}.")
+    return name, value
 
 
 # This device
@@ -319,4 +354,13 @@ def _sampler(
 def _self(args: argparse.Namespace) -> int:
     from ..verify.selfcheck import block, run
 
-    raise NotImplementedError
+    began = time.perf_counter()
+    with _progress(0, quiet=args.json) as advance:
+        rows = run(lambda row: advance(f"{row.checkpoint} {row.case}"))
+    failed = sum(bool(row.problem) for row in rows)
+    if args.json:
+        report = {"rows": [dataclasses.asdict(row) for row in rows], "matched": len(rows) - failed, "of": len(rows)}
+        print(json.dumps(report, indent=2))
+    else:
+        print(block(rows, time.perf_counter() - began))
+    return 1 if failed else 0

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..decode import spec_of
+from ..errors import DiffusionError
 from ..layerwise import Watch, forward
 from .trace import Stage, Trace
 
@@ -82,12 +83,19 @@ def compare(
     Args:
         model: with a spec, loaded lazily; it cannot be used afterwards.
         ids: the canvas [T].
-        masked: which of it is masked [T].
+        masked: which of it is masked [T]; with shifted logits not the first.
         trace: what the reference made of it.
         tolerance: how many times the reference's own rounding an error may be.
         dtype: what both compute in.
         on_part: is told each part that is compared.
+
+    Raises:
+        DiffusionError: a reference of another shape.
     """
+    if len(model.layers) != len(trace.layers):
+        raise DiffusionError(
+            f"The reference is another model: it has {len(trace.layers)} layers, and {len(model.layers)} here."
+        )
     follow = _Follow(trace, tolerance, _EPSILON[dtype], on_part)
     logits = forward(model, mx.array([list(ids)] * 2), follow, release=True)
     follow.look("head", trace.head, logits[0])
@@ -95,7 +103,7 @@ def compare(
     drift = _largest(np.abs(own - wanted))
     at = np.flatnonzero(masked)
     if spec_of(model).logits == "shifted":
-        at = at[at > 0] - 1
+        at = at - 1
     ours, theirs = own[at].argmax(axis=-1), wanted[at].argmax(axis=-1)
     gaps = np.take_along_axis(wanted[at], theirs[:, None], -1) - np.take_along_axis(wanted[at], ours[:, None], -1)
     parts = tuple(follow.parts)
@@ -143,9 +151,10 @@ class _Follow(Watch):
         share, same = None, np.ones(len(wanted), dtype=bool)
         problem = ""
         if found.shape != wanted.shape:
-            problem = f"it has the shape {list(found.shape)}, the reference's {list(wanted.shape)}"
-            self.parts.append(Part(name, (np.inf, np.inf), stage.rounding, allowed, None, problem))
-            return
+            raise DiffusionError(
+                f"The reference is another model: its {name} makes {list(wanted.shape)} numbers, and "
+                f"{list(found.shape)} here."
+            )
         if (experts is None) != (stage.experts is None):
             problem = f"{'the reference' if experts is None else 'it alone'} chooses experts"
         elif experts is not None and stage.experts is not None:
