@@ -15,7 +15,7 @@ TEXTS = (
     "Question: what is the capital of France? Answer: the capital of France is Paris, a city on the Seine.",
     "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n"
     '    return total / len(values) if values else float("nan")\n',
-    '{"name": "Ada", "age": 36, "city": "London", "tags": ["maths", "engines"]}\n12 + 30 = 42, 7 * 8 = 56, 2^10 = 1024.',
+    '{"name": "Ada", "age": 36, "city": "London", "tags": ["maths", "engines"]}\n12 + 30 = 42, 7 * 8 = 56, 2^10 = 1024',
     "Die Würde des Menschen ist unantastbar. L'homme est né libre, et partout il est dans les fers. 北京欢迎你。",
 )
 
@@ -51,7 +51,11 @@ def canvases(
     ids = random.integers(0, spec.vocab_size, (rows, columns))
     for i in range(rows if tokenizer is not None else 0):
         text = texts[i % len(texts)]
-        found = [token for token in tokenizer.encode(text, add_special_tokens=False) if token < spec.vocab_size]
+        found = [
+            token
+            for token in tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            if token < spec.vocab_size
+        ]
         if not found:
             raise DiffusionError(f"The tokenizer makes no token of the text {text[:40]!r}: give another one.")
         ids[i] = np.resize(found, columns)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from mlx_dllm_plugin.probes import canvases
 from mlx_dllm_plugin.verify.compare import Comparison, compare
 from mlx_dllm_plugin.verify.trace import Stage, Trace
 from tests.test_layerwise import lazy
-from tests.tools import edit_json
 
 MOE = "block/llada2_moe-v22"
 

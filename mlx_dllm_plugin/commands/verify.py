@@ -1,5 +1,5 @@
-"""`mlx-dllm verify CHECKPOINT`: this package's model of a checkpoint against a reference implementation, layer by layer;
-its sampler against the reference's; or this device against the goldens that come with the package."""
+"""`mlx-dllm verify CHECKPOINT`: this package's model of a checkpoint against a reference implementation, layer by
+layer; its sampler against the reference's; or this device against the goldens that come with the package."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import contextlib
 import dataclasses
 import json
 import math
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import Checkpoint, check_model_type, check_weights, has_tokenizer, open_checkpoint
+from ..checkpoint import Checkpoint, check_files, check_model_type, check_weights, has_tokenizer, open_checkpoint
 from ..errors import DiffusionError, printable
 from ..families import FAMILIES, Family
 from ..spec import DiffusionSpec, detect, mask_token_id_of, resolve
@@ -140,7 +141,7 @@ def _found(args: argparse.Namespace, checkpoint: Checkpoint, family: Family, spe
             f'The reference is computed by PyTorch, which cannot be imported ({error}): pip install "mlx-dllm-plugin'
             '[verify]".'
         ) from None
-    from ..verify.reference import find
+    from ..verify.find import find
 
     which = args.reference or ("own" if args.trust_remote_code else "hf")
     return find(checkpoint, family, spec, which, trust_remote_code=args.trust_remote_code)
@@ -188,7 +189,7 @@ def _layers(
     model = load_lazily(checkpoint.path, family, spec)
     if args.dtype == "float32":
         model.set_dtype(mx.float32)
-    dtype = "float32" if args.dtype == "float32" else reference.dtype_name
+    dtype = "float32" if args.dtype == "float32" else _stored_dtype(checkpoint.path)
     parts = len(model.layers) + 3
     with _progress(2 * parts, quiet=args.json) as advance:
         trace = reference.trace(ids, lambda name: advance(f"reference, {name}"))
@@ -230,6 +231,14 @@ def _layers(
     else:
         print("\n".join(_table(report, result, block)))
     return 1 if problems else 0
+
+
+def _stored_dtype(path: Path) -> str:
+    """What most of the tensors are stored in."""
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    headers = check_files(path).values()
+    found = [names[entry["dtype"]] for header in headers for entry in header.values() if entry.get("dtype") in names]
+    return statistics.mode(found or ["float32"])
 
 
 def _numbers(part: dict[str, Any]) -> dict[str, Any]:
@@ -316,29 +325,31 @@ def _sampler(
     prompt = encode_prompt(tokenizer, TEXTS[0] if args.prompt is None else args.prompt, spec.eos_token_ids)
     spec = dataclasses.replace(spec, mask_token_id=mask_token_id)
     model = load_lazily(checkpoint.path, family, spec)
-    result = compare(found, model, spec, prompt, max_tokens=args.max_tokens, settings=settings)
-    at = result.first_difference
+    result = compare(found, model, spec, prompt, max_tokens=args.max_tokens, settings=settings, function=found.function)
+    file = Path(found.module.__file__ or found.name).name
     if args.json:
-        print(json.dumps({"path": str(checkpoint.path), **dataclasses.asdict(result)}, indent=2))
-        return 0 if at is None else 1
-    print(printable(f"{checkpoint.path}\nreference: {result.function}"))
-    print(printable("settings: " + ", ".join(f"{name} {value}" for name, value in result.settings.items())))
-    ours, theirs = result.our_tokens, result.reference_tokens
-    print(f"forwards: {result.forwards} of the reference, {result.our_forwards} here")
-    if at is None:
-        print(f"All {len(ours)} tokens are the same.")
+        print(json.dumps({"path": str(checkpoint.path), **dataclasses.asdict(result)}, indent=2, default=str))
+        return 1 if result.difference else 0
+    for line in (
+        str(checkpoint.path),
+        f"reference: {result.function} of {file}, with the logits of the model here",
+        f"its settings: {_listed(result.settings)}",
+        f"the same here: {_listed(result.our_settings)}",
+        f"forwards: {result.forwards} there, {result.our_forwards} here",
+        *(f"note: {text}" for text in result.notes),
+    ):
+        print(printable(line))
+    if not result.difference:
+        print(f"All {len(result.our_tokens)} tokens are the same.")
         return 0
-    print(
-        f"first difference: token {at} of {len(theirs)}; the reference's {_token(theirs, at)}, {_token(ours, at)} here"
-    )
-    print(printable(f"reference: {tokenizer.decode(theirs)!r}"))
-    print(printable(f"here:      {tokenizer.decode(ours)!r}"))
-    print("1 problem.")
+    print(printable(f"there: {tokenizer.decode(result.reference_tokens)!r}"))
+    print(printable(f"here:  {tokenizer.decode(result.our_tokens)!r}"))
+    print(f"problem: {result.difference}")
     return 1
 
 
-def _token(tokens: Sequence[int], at: int) -> str:
-    return str(tokens[at]) if at < len(tokens) else "end"
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items()) or "-"
 
 
 def _assignment(text: str) -> tuple[str, str]:

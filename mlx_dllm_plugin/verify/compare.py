@@ -111,8 +111,8 @@ def compare(
     # Errors of all parts add up; a token that is ahead by more than that must be the same.
     if not problems and len(at) and float(gaps.max()) > 2 * len(parts) * parts[-1].allowed:
         problems.append(
-            f"argmax: {int((ours != theirs).sum())} of {len(at)} masked positions have another most likely token, which "
-            f"the reference puts up to {float(gaps.max()):.1e} below its own"
+            f"argmax: {int((ours != theirs).sum())} of {len(at)} masked positions have another most likely token, "
+            f"which the reference puts up to {float(gaps.max()):.1e} below its own"
         )
     return Comparison(trace.reference, parts, len(at), int((ours == theirs).sum()), drift, tuple(problems))
 
