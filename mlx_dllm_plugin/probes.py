@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def canvases(
     tokenizer: Any = None,
     *,
     rows: int = 4,
-    columns: int = 64,
+    columns: int | None = None,
     seed: int = 0,
     texts: tuple[str, ...] = TEXTS,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -34,28 +35,29 @@ def canvases(
     Token ids [rows, columns] and which of them are masked: half of them, drawn.
 
     Args:
-        spec: of the checkpoint: the canvas is shorter where its context is, and whole blocks where it has them.
+        spec: of the checkpoint: the canvas is shorter where its context is, and whole blocks where it has them. The
+            mask and tokens that edit stand nowhere else.
         tokenizer: of the texts; None: tokens that are drawn.
-        columns: at most.
+        columns: at most; default: 64, or one block.
         texts: a row each, from the first on, repeated to its length.
 
     Raises:
         DiffusionError: a canvas that no block fits into, or a text without a token.
     """
+    step = math.lcm(block_of(spec) or 1, spec.routing_block or 1)
+    columns = max(64, step) if columns is None else columns
     columns = min(columns, spec.context_length or columns)
-    step = block_of(spec) or 1
     if columns < max(step, 2):
         raise DiffusionError(f"A canvas needs {max(step, 2)} columns here or more, for one whole block: got {columns}.")
     columns -= columns % step
     random = np.random.default_rng(seed)
-    ids = random.integers(0, spec.vocab_size, (rows, columns))
+    unusable = {mask_token_id, *(spec.edit_token_ids or ())}
+    usable = np.setdiff1d(np.arange(spec.vocab_size), list(unusable))
+    ids = usable[random.integers(0, len(usable), (rows, columns))]
     for i in range(rows if tokenizer is not None else 0):
         text = texts[i % len(texts)]
-        found = [
-            token
-            for token in tokenizer.encode(text, add_special_tokens=False, verbose=False)
-            if token < spec.vocab_size
-        ]
+        found = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        found = [token for token in found if 0 <= token < spec.vocab_size and token not in unusable]
         if not found:
             raise DiffusionError(f"The tokenizer makes no token of the text {text[:40]!r}: give another one.")
         ids[i] = np.resize(found, columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from mlx_dllm_plugin.commands import main
 from mlx_dllm_plugin.compat import TESTED
+from mlx_dllm_plugin.demo import demo_path
 from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.families.profiles import COST
 from mlx_dllm_plugin.options import table
@@ -21,6 +23,7 @@ from tests import matrix
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import bits  # noqa: E402
 from demo_quality import paired  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
@@ -110,6 +113,31 @@ def test_info_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str], m
     assert shown
     assert main(shown[1].split()) == 0
     assert capsys.readouterr().out == shown[2]
+
+
+def test_verify_prints_what_the_readme_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the rounding errors, which depend on the machine."""
+    pytest.importorskip("torch", reason="the reference is torch")
+    monkeypatch.chdir(ROOT)
+    shown = re.search(r"\$ mlx-dllm (verify [^\n]*)\n(.*?)```", README, re.DOTALL)
+    assert shown and main(shown[1].split()) == 0
+    numbers = r"\d\.\de[+-]\d\d|[\d.]+ s$|5\.\d+\.\d+|[\d.]+ MB"
+    found, wanted = (re.sub(numbers, "#", text, flags=re.MULTILINE) for text in (capsys.readouterr().out, shown[2]))
+    assert found == wanted and "100.0 %" in wanted and wanted.endswith("No problems.\n")
+
+
+def test_what_a_bit_width_costs_is_as_measured() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "bits.json").read_text())
+    assert between("bits") == bits.table(report) + "\n"
+    assert list(report["builds"]) == list(bits.BUILDS)
+    for build in report["builds"].values():
+        assert build["of"] == 100 and build["exact"] == 100 - len(build["wrong"])
+    weights = hashlib.sha256((demo_path() / "model" / "model.safetensors").read_bytes()).hexdigest()
+    assert report["weights_sha256"] == weights
+    doubled = [name for name, build in report["builds"].items() if build["doubled"]]
+    assert ("No build doubled a word" in README) == (not doubled)
 
 
 def test_the_versions_are_the_tested_ones() -> None:

@@ -244,6 +244,7 @@ def test_a_raw_checkpoint_needs_its_mask_and_no_tokenizer(goldens: Path, verify:
         (["CHECKPOINT", "--self"], "leave out the checkpoint"),
         (["--self", "--sampler"], "--self and --sampler are two ways to verify: choose one."),
         (["--self", "--length", "8"], "--length says nothing about --self: leave it out."),
+        (["--self", "--trust-remote-code"], "--trust-remote-code says nothing about --self: leave it out."),
         (["--self", "--prompt", "x"], "--prompt says nothing about --self: leave it out."),
         (["CHECKPOINT", "--max-tokens", "8"], "--max-tokens says nothing about the comparison of layers"),
         (["CHECKPOINT", "--sampler", "--yardstick", "none"], "--yardstick says nothing about --sampler"),

@@ -24,15 +24,12 @@ from .info import locate
 # Options that say something about one of the three ways only.
 _OF_LAYERS = ("dtype", "yardstick", "tolerance", "length", "seed")
 _OF_SAMPLER = ("max_tokens", "set")
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "yardstick": "float64",
-    "tolerance": None,
-    "length": 64,
     "seed": 0,
     "max_tokens": 32,
     "set": [],
-    "prompt": None,
 }
 
 
@@ -70,7 +67,7 @@ def add(subparsers: Any) -> None:
     layers.add_argument(
         "--tolerance", type=float, metavar="N", help="allow N times the reference's own rounding (default: 30)"
     )
-    layers.add_argument("--length", type=int, metavar="N", help="columns of the canvas (default: 64)")
+    layers.add_argument("--length", type=int, metavar="N", help="columns of the canvas (default: 64, or one block)")
     layers.add_argument("--seed", type=int, metavar="N", help="of what is masked (default: 0)")
     sampler = parser.add_argument_group("the sampler")
     sampler.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate (default: 32)")
@@ -119,6 +116,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.self:
         without = {*_OF_LAYERS, *_OF_SAMPLER, *of_checkpoint}
     given = [name for name in vars(args) if name in without and getattr(args, name) is not None]
+    given += ["trust_remote_code"] * (args.self and args.trust_remote_code)
     if given:
         way = "--self" if args.self else "--sampler" if args.sampler else "the comparison of layers"
         raise DiffusionError(f"--{given[0].replace('_', '-')} says nothing about {way}: leave it out.")
@@ -126,7 +124,7 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     for name, least in (("length", 2), ("max_tokens", 1), ("seed", 0)):
-        if getattr(args, name) < least:
+        if getattr(args, name) is not None and getattr(args, name) < least:
             raise DiffusionError(f"--{name.replace('_', '-')} must be {least} or more, got {getattr(args, name)}.")
     if args.tolerance is not None and not 0 < args.tolerance < math.inf:
         raise DiffusionError(f"--tolerance must be a number above 0, got {args.tolerance}.")
