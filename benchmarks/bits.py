@@ -1,4 +1,4 @@
-"""What a bit width costs: the demo checkpoint's battery on its conversions to 8 … 3 bits.
+"""What a bit width costs: the demo checkpoint's battery on its conversions to 8 … 2 bits.
 
     python benchmarks/bits.py                      # all builds: a quarter of an hour on two CPU cores
     python benchmarks/bits.py --only "4 bits"
@@ -37,7 +37,7 @@ SEED, COUNT, GROUP = 2, 100, 64
 FLOAT = "bfloat16"
 BUILDS: dict[str, dict[str, Any]] = {
     FLOAT: {},
-    **{f"{bits} bits": {"q_bits": bits} for bits in (8, 6, 5, 4, 3)},
+    **{f"{bits} bits": {"q_bits": bits} for bits in (8, 6, 5, 4, 3, 2)},
     "4 bits, mixed_8": {"q_bits": 4, "quant_predicate": "mixed_8"},
     "4 bits, mixed_full": {"q_bits": 4, "quant_predicate": "mixed_full"},
 }

@@ -142,14 +142,18 @@ def find(path: Path) -> Battery | None:
     Raises:
         CheckpointError: a run directory with nothing to load; a battery that cannot be read.
     """
+    file = locate(path)
+    return None if file is None else read(file)
+
+
+def locate(path: Path) -> Path | None:
+    """The file of :func:`find`."""
     if not exists(path):
         return None
     checkpoint = Checkpoint(resolve_run_directory(path), {})
     run = path if is_run_directory(path) else checkpoint.run
-    for folder in (checkpoint.path, run):
-        if folder is not None and (folder / NAME).is_file():
-            return read(folder / NAME)
-    return None
+    folders = [folder for folder in (checkpoint.path, run) if folder is not None]
+    return next((folder / NAME for folder in folders if (folder / NAME).is_file()), None)
 
 
 def read(path: Path) -> Battery:

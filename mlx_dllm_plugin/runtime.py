@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,22 +92,33 @@ def load(path_or_repo: str | Path, *, tokenizer: str | Path | None = None) -> tu
     return model, wrapper, _a2d_of(checkpoint)
 
 
-def load_tokenizer(source: Path, given: Mapping[str, Any] | None = None, *, eos_token_ids: Any = None) -> Any:
+def load_tokenizer(source: Path, *, trusted: bool = False, quiet: bool = False, eos_token_ids: Any = None) -> Any:
     """
-    mlx-lm's wrapper around the tokenizer of a diffusion checkpoint, reading text as its tokenizer.json says.
+    mlx-lm's wrapper around the tokenizer of a diffusion checkpoint, reading text as its tokenizer.json says, whatever
+    the running command says of tokenizers.
 
     Args:
         source: directory with the tokenizer files.
-        given: arguments for transformers' AutoTokenizer; without ``trust_remote_code`` none of its own code is run.
+        trusted: its own code may run.
+        quiet: say nothing of a repair.
 
     Raises:
         CheckpointError: a tokenizer that is broken, or exists only as code.
     """
     from mlx_lm import utils
 
-    arguments = tokenizer_arguments(source, given or {})
-    wrapper = inspect.unwrap(utils.load_tokenizer)(source, arguments, eos_token_ids=eos_token_ids)
-    return repaired(wrapper, source, given)
+    given = {"trust_remote_code": True} if trusted else {}
+    try:
+        arguments = tokenizer_arguments(source, given)
+        wrapper = inspect.unwrap(utils.load_tokenizer)(source, arguments, eos_token_ids=eos_token_ids)
+        return repaired(wrapper, source, given, quiet=quiet)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"The tokenizer of {source} cannot be loaded ({type(error).__name__}: {why}); copy its files again."
+        ) from error
 
 
 def load_with_spec(

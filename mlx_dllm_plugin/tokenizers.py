@@ -19,7 +19,7 @@ from .checkpoint import affixes, read_json
 from .errors import CheckpointError, note
 
 # Each begins with a word of its own: whether text gets a space in front is a setting (add_prefix_space, legacy).
-_PROBES = (
+PROBES = (
     "x the value of Fran's cap isn't THE END I'M",
     "x 12345 + 67.8 = $9 (a_b != c);",
     "x:\n\n  def f(a):\n\t\treturn [a, None]  # ok\r\n!!!\n",
@@ -34,7 +34,7 @@ _COPY = "copy tokenizer.json and tokenizer_config.json from the original checkpo
 _told: set[Path] = set()
 
 
-def repaired(tokenizer: Any, path: Path, given: Mapping[str, Any] | None = None) -> Any:
+def repaired(tokenizer: Any, path: Path, given: Mapping[str, Any] | None = None, *, quiet: bool = False) -> Any:
     """
     The tokenizer, reading and writing text as the tokenizer.json it was loaded from says. Settings of
     tokenizer_config.json and of the caller stay in force, and a class that is code is only relieved of an empty
@@ -44,6 +44,7 @@ def repaired(tokenizer: Any, path: Path, given: Mapping[str, Any] | None = None)
         tokenizer: transformers' tokenizer, a host's wrapper around it or a processor that has it; changed in place.
         path: the directory it was loaded from.
         given: the arguments that the caller gave for AutoTokenizer.
+        quiet: say nothing of it.
 
     Raises:
         CheckpointError: it differs, and tokenizer.json does not help.
@@ -79,7 +80,7 @@ def repaired(tokenizer: Any, path: Path, given: Mapping[str, Any] | None = None)
         raise CheckpointError(f"{path}: its tokenizer {kind.__name__} is not that of tokenizer.json, {left}; {_COPY}.")
     for name in ("vocab", "merges"):
         inner.init_kwargs.pop(name, None)  # else a copy has them in its tokenizer_config.json
-    if path not in _told:
+    if path not in _told and not quiet:
         _told.add(path)
         note(f"{path}: tokenizer.json is used as it is, because what transformers made of it was broken: {wrong}.")
     return _again(tokenizer, inner)
@@ -269,7 +270,7 @@ def _refuse_if_different(inner: Any, path: Path, given: Mapping[str, Any]) -> No
 
 def _difference(loaded: Any, plain: Any) -> str | None:
     """What a tokenizer reads or writes otherwise than the plain one, or None."""
-    for text in _PROBES:
+    for text in PROBES:
         wanted = _ids(plain, text)
         try:
             found = _ids(loaded, text)

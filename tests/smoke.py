@@ -318,6 +318,9 @@ def test_convert_llada22(v22: Path, llada22: list[dict[str, Any]], run: Runner, 
     assert json.loads((small / "config.json").read_text())["quantization"]["bits"] == 8
     text = run("mlx_lm.generate", "--model", small, *options, *QUIET).out
     assert len(text) > 10 and run("mlx_vlm.generate", "--model", small, *options, "--temperature", 0).out == text
+    other = ("-q", "--q-bits", 8, "--q-group-size", 32)
+    assert run("mlx_vlm.convert", "--hf-path", v22, "--mlx-path", tmp_path / "other", *other).status == 0
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() == (small / "model.safetensors").read_bytes()
 
 
 def test_convert_a2d(gpt2: Path, a2d: list[dict[str, Any]], run: Runner, tmp_path: Path) -> None:

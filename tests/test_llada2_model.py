@@ -21,11 +21,12 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_dllm_plugin import DecodingOptions, DiffusionError, bidirectional_forward, decode
 from mlx_dllm_plugin.caches import BlockCache, BlockWindow
 from mlx_dllm_plugin.checkpoint import open_checkpoint
+from mlx_dllm_plugin.conversion import mixed
 from mlx_dllm_plugin.errors import CheckpointError
 from mlx_dllm_plugin.families import FAMILIES
 from mlx_dllm_plugin.families.llada2_moe import version
 from mlx_dllm_plugin.models import llada2_moe
-from mlx_dllm_plugin.models.llada2_moe import block_routing, group_routing, mixed
+from mlx_dllm_plugin.models.llada2_moe import block_routing, group_routing
 from mlx_dllm_plugin.patches.mlx_vlm import served
 from mlx_dllm_plugin.plan import plan, profiled
 from mlx_dllm_plugin.spec import detect, resolve

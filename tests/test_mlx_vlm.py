@@ -477,8 +477,8 @@ def _shard(model: Any, processor: Any) -> Any:
     return mlx_vlm.utils.sharded_load(str(model.model_path))
 
 
-def _convert(model: Any, processor: Any) -> Any:
-    return mlx_vlm.convert(str(model.model_path), mlx_path="nowhere")
+def _fetch(model: Any, processor: Any) -> Any:
+    return mlx_vlm.utils.fetch_from_hub(model.model_path)
 
 
 def _offload(model: Any, processor: Any) -> Any:
@@ -491,7 +491,7 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "mlx_vlm.generate.BatchGenerator": _batches,
     "mlx_vlm.trainer.Trainer": _train,
     "Distributed loading": _shard,
-    "mlx_vlm.convert": _convert,
+    "mlx_vlm.utils.fetch_from_hub": _fetch,
     "mlx_vlm.moe_offload": _offload,
 }
 
@@ -505,12 +505,11 @@ def test_a_function_refuses_llada22(
         FUNCTIONS[name](*v22)
     message = str(refusal.value)
     assert message.startswith(f"{name} ") and "does not work with LLaDA2.2" in message
-    assert ("use mlx_lm.convert" if name == "mlx_vlm.convert" else "use mlx_vlm.generate") in message
+    assert ("use mlx_vlm.load, or mlx_lm.convert" if name.endswith("fetch_from_hub") else "use mlx_vlm.gen") in message
     assert "\n" not in message and message.count(". ") == 0 and list(tmp_path.iterdir()) == []
 
 
 COMMANDS: dict[str, tuple[object, ...]] = {
-    "convert": ("--mlx-path", "nowhere"),
     "moe_offload": ("--out", "nowhere", "--build"),
     "train": ("--data", "."),
     "evals.math_vista": (),
@@ -537,7 +536,7 @@ def test_a_command_refuses_llada22(
 def test_every_patched_command_is_walked() -> None:
     from mlx_dllm_plugin.patches import mlx_vlm as patched
 
-    others = ("utils", "generate.", "server.", "models.", "trainer.", "chat")
+    others = ("utils", "generate.", "server.", "models.", "trainer.", "chat", "convert")
     assert {name for name in patched.MODULES if not name.startswith(others)} == set(COMMANDS)
 
 

@@ -262,16 +262,17 @@ def test_other_models_than_bpe(tmp_path: Path, kind: str, capfd: pytest.CaptureF
     assert ids_of(repaired(plain, folder), "The value, of x") == wanted and notes(capfd) == []
 
 
-def test_a_converted_copy_is_whole(sdar: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_converted_copy_has_the_files_of_the_original(
+    sdar: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not what transformers made of them; what is broken about them is repaired in memory, and said once."""
     copy = planted(sdar, tmp_path / "sdar", "OwnTokenizer")
     mlx_lm.convert(str(copy), str(tmp_path / "mlx"))
     assert len(notes(capfd)) == 1
-    saved = json.loads((tmp_path / "mlx" / "tokenizer.json").read_text(encoding="utf-8"))
-    assert saved["model"]["merges"] == json.loads((sdar / "tokenizer.json").read_text())["model"]["merges"]
-    assert not {"vocab", "merges"} & json.loads((tmp_path / "mlx" / "tokenizer_config.json").read_text()).keys()
-    edit_json(tmp_path / "mlx" / "tokenizer_config.json", tokenizer_class="NobodysTokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "mlx" / name).read_bytes() == (copy / name).read_bytes()
     check(load_tokenizer(tmp_path / "mlx"), sdar)
-    assert notes(capfd) == []
+    assert len(notes(capfd)) == 1
 
 
 @pytest.mark.parametrize("indent", [None, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -270,3 +271,26 @@ def test_canvases(goldens: Path) -> None:
     assert canvases(short, 320)[0].shape == (4, 32)
     with pytest.raises(ValueError, match="32 columns here or more, for one whole block: got 20"):
         canvases(spec, 320, columns=20)
+
+
+def test_canvases_are_whole_blocks_within_the_context() -> None:
+    tokenizer = SimpleNamespace(encode=lambda text, **how: list(range(20, 50)))
+    given: dict[str, Any] = dict(mask_token_id=3, vocab_size=40, logits="in_place", edit_token_ids=None, sources={})
+    for attention, block, context, columns in (
+        ("bidirectional", 32, 128, 64),
+        ("bidirectional", 32, 20, 20),
+        ("block_causal", 24, 128, 48),
+        ("block_causal", 96, 128, 96),
+    ):
+        spec: Any = SimpleNamespace(
+            **given,
+            attention=attention,
+            context_length=context,
+            defaults={"block_length": block},
+            routing_block=None,
+        )
+        ids, masked = canvases(spec, 3, tokenizer)
+        assert ids.shape == (4, columns) and ids[~masked].max() < 40 and (masked.sum(1) == columns // 2).all()
+    strange = SimpleNamespace(encode=lambda text, **how: [70])
+    with pytest.raises(DiffusionError, match="makes no token of the text"):
+        canvases(spec, 3, strange)

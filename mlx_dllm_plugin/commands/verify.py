@@ -154,7 +154,7 @@ def _tokenizer(args: argparse.Namespace, checkpoint: Checkpoint) -> Any:
         return None
     from ..runtime import load_tokenizer
 
-    return load_tokenizer(source, {"trust_remote_code": True} if args.trust_remote_code else {})
+    return load_tokenizer(source, trusted=args.trust_remote_code)
 
 
 # Layers

@@ -3,7 +3,6 @@ experts, in 2.2 from those that a token's whole block wants most."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,22 +313,3 @@ def _dequantized(weight: mx.array, scales: mx.array, biases: mx.array, width: in
     """A quantized matrix [E, width], whose shapes say with how many bits and in groups of which size."""
     bits, group = weight.shape[-1] * 32 // width, width // scales.shape[-1]
     return mx.dequantize(weight, scales, biases, group_size=group, bits=bits)
-
-
-def mixed(bits: int | None = 8, group_size: int = 64) -> Callable[[str, Any], bool | dict[str, Any]]:
-    """
-    A recipe for ``mlx_lm.convert(quant_predicate=mixed(), ...)``: what every token passes through stays more precise
-    than the experts that are chosen, which are nearly all of the weights and take the conversion's bits.
-
-    Args:
-        bits: of embeddings, head, attention and shared experts; None: not quantized. The router never is.
-    """
-    kept: bool | dict[str, Any] = False if bits is None else {"bits": bits, "group_size": group_size, "mode": "affine"}
-
-    def predicate(path: str, _: Any) -> bool | dict[str, Any]:
-        if path.endswith("mlp.gate"):
-            return False
-        often = ("word_embeddings", "lm_head", "attention", "shared_experts")
-        return kept if any(name in path.split(".") for name in often) else True
-
-    return predicate

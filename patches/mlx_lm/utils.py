@@ -110,7 +110,7 @@ def load_tokenizer(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     if not is_applied("mlx_lm.utils", "load_model") and detect_at(Path(model_path)) is not None:
         require("mlx_lm.utils", "load_model")
     source = extra.pop("tokenizer", None) or cli.load_options().tokenizer
-    path = given["model_path"] = _local(Path(model_path))
+    path = given["model_path"] = local(Path(model_path))
     diffusion, family = _detected(path)
     if source is not None:
         path = Path(source)
@@ -135,13 +135,14 @@ def load_tokenizer(original: Any, /, *args: Any, **kwargs: Any) -> Any:
     return tokenizer
 
 
-def _local(path: Path) -> Path:
-    """The directory that a local path or a hub id stands for: what is in it must be known before its code can run."""
+def local(path: Path, revision: str | None = None) -> Path:
+    """The directory that a local path or a hub id stands for, without weights: what is in it must be known before its
+    code can run."""
     from mlx_lm import utils
 
     if path.exists():
         return _usable(path)
-    return Path(utils._download(str(path), allow_patterns=_WITHOUT_WEIGHTS))
+    return Path(utils._download(str(path), revision=revision, allow_patterns=_WITHOUT_WEIGHTS))
 
 
 def _detected(path: Path) -> tuple[bool, Any]:
@@ -164,7 +165,7 @@ def sharded_load(original: Any, /, repo: Any, *args: Any, **kwargs: Any) -> Any:
     """`sharded_load`: distributed decoding is refused, before the host says that it cannot shard GPT-2 at all, and
     before it runs the code of a tokenizer, which it allows by itself."""
     what = "Distributed loading (mlx_lm.utils.sharded_load)"
-    cli.refuse_checkpoint(_local(Path(repo)), what)
+    cli.refuse_checkpoint(local(Path(repo)), what)
     loaded = original(repo, *args, **kwargs)
     cli.refuse_if_diffusion(loaded[0], what)
     return loaded
@@ -184,5 +185,12 @@ PATCH = Patch(
         Redirect("sharded_load", sharded_load, parameters=("repo",)),
         Redirect("load", cli.looking_again(refuse_unnoticed)),
     ),
-    leans=(Lean("_get_classes", ("config",)),),
+    leans=(
+        Lean("_get_classes", ("config",)),
+        Lean("quantize_model", ("model", "config", "group_size", "bits", "mode", "quant_predicate"), called=True),
+        Lean("dequantize_model", ("model",), called=True),
+        Lean("save_model", ("save_path", "model", "donate_model")),  # which is given by name
+        Lean("create_model_card", ("path", "hf_path"), called=True),
+        Lean("upload_to_hub", ("path", "upload_repo"), called=True),
+    ),
 )

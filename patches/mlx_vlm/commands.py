@@ -21,8 +21,8 @@ _SERVERS = {"max_kv_size", "kv_quant_scheme"}
 def refuse(what: str) -> DiffusionError:
     """The refusal of an entry point that cannot take LLaDA2.2."""
     way = "mlx_vlm.generate, mlx_vlm.stream_generate or mlx_dllm_plugin.decode"
-    if what == "mlx_vlm.convert":
-        way = "mlx_lm.convert, whose copies mlx_vlm.load reads"
+    if what == "mlx_vlm.utils.fetch_from_hub":
+        way = "mlx_vlm.load, or mlx_lm.convert for a copy that it reads"
     return DiffusionError(f"{what} does not work with LLaDA2.2 in this version: use {way}.")
 
 

@@ -189,7 +189,11 @@ PATCH = Patch(
             commands.refusing_path("Distributed loading (mlx_vlm.utils.sharded_load)", "repo", hub=True),
             parameters=("repo",),
         ),
-        Redirect("fetch_from_hub", commands.refusing_path("mlx_vlm.convert", "model_path"), parameters=("model_path",)),
+        Redirect(
+            "fetch_from_hub",
+            commands.refusing_path("mlx_vlm.utils.fetch_from_hub", "model_path"),
+            parameters=("model_path",),
+        ),
     ),
     leans=(
         Lean("get_model_path", ("path_or_hf_repo",), called=True),
