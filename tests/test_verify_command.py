@@ -369,3 +369,23 @@ def test_this_device(verify: Callable[..., Outcome], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(caches.BlockWindow, "_mask", lambda *args: None)  # block-causal models see everything
     outcome = verify("--self")
     assert outcome.status == 1 and "FAIL" in outcome.out and "sdar-b4" in outcome.out.split("FAIL", 1)[1]
+
+
+def test_a_terminal_sees_a_bar_that_goes_away(
+    path: Path, verify: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+    import sys
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert verify(path).status == 0
+    shown = terminal.getvalue()
+    assert "0/10" in shown and "1/10 reference, embedding" in shown
+    assert shown.endswith("\r") and shown.rstrip("\r").split("\r")[-1].strip() == ""  # wiped
+    terminal.truncate(0)
+    assert verify(path, "--json").status == 0 and "layer" not in terminal.getvalue()

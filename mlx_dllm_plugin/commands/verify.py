@@ -292,12 +292,13 @@ def _size(count: int) -> str:
 
 
 @contextlib.contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal's stderr; nothing elsewhere."""
+def _progress(total: int | None, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal's stderr, or a count where the total is not known; nothing elsewhere."""
     from tqdm import tqdm
 
     silent = quiet or not sys.stderr.isatty()
-    with tqdm(total=total, disable=silent, leave=False, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {desc}") as bar:
+    shape = "{n_fmt} {desc}" if total is None else "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} {desc}"
+    with tqdm(total=total, disable=silent, leave=False, bar_format=shape) as bar:
 
         def advance(what: str) -> None:
             bar.set_description_str(what, refresh=False)
@@ -364,7 +365,7 @@ def _self(args: argparse.Namespace) -> int:
     from ..verify.selfcheck import block, run
 
     began = time.perf_counter()
-    with _progress(0, quiet=args.json) as advance:
+    with _progress(None, quiet=args.json) as advance:
         rows = run(lambda row: advance(f"{row.checkpoint} {row.case}"))
     failed = sum(bool(row.problem) for row in rows)
     if args.json:
