@@ -143,7 +143,8 @@ def _side(path: Path, count: int | None, outcome: Any) -> Side:
 
 def difference(source: Path, copy: Path, family: Family, spec: DiffusionSpec, tokenizer: Any) -> Difference:
     """
-    One forward of each model over the same canvases, layer by layer, so that the memory is near that of one layer.
+    One forward of each model in float32 over the same canvases, layer by layer, so that the memory is near that of one
+    layer.
 
     Raises:
         DiffusionError: the mask is not known, or the tokenizer makes nothing of the texts.
@@ -153,6 +154,7 @@ def difference(source: Path, copy: Path, family: Family, spec: DiffusionSpec, to
     from ..probes import canvases
 
     ids, masked = canvases(spec, mask_token_id_of(spec, None), tokenizer)
+    print(f"[INFO] Comparing the logits of both at {masked.sum()} masked positions", flush=True)
     before, after = (_logits(path, family, spec, ids, masked) for path in (source, copy))
     changed = float((before.argmax(-1) != after.argmax(-1)).mean())
     after -= before
@@ -165,10 +167,12 @@ def _logits(path: Path, family: Family, spec: DiffusionSpec, ids: np.ndarray, ma
     import mlx.core as mx
     import numpy as np
 
-    from ..layerwise import forward, load_lazily
+    from ..layerwise import forward
 
     rows, places = np.nonzero(masked)
-    found = forward(load_lazily(path, family, spec), mx.array(ids), release=True)
+    model = _quick(path, family, spec)
+    model.set_dtype(mx.float32)  # what 16 bits round is no difference
+    found = forward(model, mx.array(ids), release=True)
     chosen = np.array(found[mx.array(rows), mx.array(places - (spec.logits == "shifted"))])
     del found
     mx.clear_cache()
