@@ -38,15 +38,17 @@ def canvases(
         spec: of the checkpoint: the canvas is shorter where its context is, and whole blocks where it has them. The
             mask and tokens that edit stand nowhere else.
         tokenizer: of the texts; None: tokens that are drawn.
-        columns: at most; default: 64, or one block.
+        columns: at most; default: 64 or one block, within the context.
         texts: a row each, from the first on, repeated to its length.
 
     Raises:
-        DiffusionError: a canvas that no block fits into, or a text without a token.
+        DiffusionError: a canvas that no block fits into or that is longer than the context, or a text without a token.
     """
     step = math.lcm(block_of(spec) or 1, spec.routing_block or 1)
-    columns = max(64, step) if columns is None else columns
-    columns = min(columns, spec.context_length or columns)
+    context = spec.context_length
+    if columns is not None and context is not None and columns > context:
+        raise DiffusionError(f"A canvas has at most the {context} columns of the context here, got {columns}.")
+    columns = min(max(64, step), context or max(64, step)) if columns is None else columns
     if columns < max(step, 2):
         raise DiffusionError(f"A canvas needs {max(step, 2)} columns here or more, for one whole block: got {columns}.")
     columns -= columns % step

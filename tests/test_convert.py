@@ -195,7 +195,27 @@ def test_the_type_is_mlx_lms(dtype: str, untouched: Path, tmp_path: Path) -> Non
     cost = convert(str(untouched), str(tmp_path / "out"), dtype=dtype)
     assert {value.dtype for value in weights_of(tmp_path / "out").values()} == {getattr(mx, dtype)}
     assert (cost.difference.largest < 1e-4) == (dtype == "float32")
-    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "float32"
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == dtype
+    convert(str(tmp_path / "out"), str(tmp_path / "again"), **QUIET)  # which does not go back to another type
+    assert {value.dtype for value in weights_of(tmp_path / "again").values()} == {getattr(mx, dtype)}
+
+
+@pytest.mark.parametrize("more", [{}, dict(SMALL, q_bits=8)])
+@pytest.mark.parametrize("asked", [True, False])
+def test_values_that_a_type_cannot_hold_are_refused(
+    asked: bool, more: dict[str, Any], run_of: Path, tmp_path: Path
+) -> None:
+    """float16 ends at 65504; it may only be named in config.json."""
+    source = copy_run(run_of, tmp_path / "run")
+    weights = {name: value.astype(mx.bfloat16) for name, value in weights_of(source / "model").items()}
+    name = next(name for name in weights if name.endswith("1.mlp.c_fc.weight"))
+    weights[name][3, 4] = 1e5
+    mx.save_safetensors(str(source / "model" / "model.safetensors"), weights, metadata={"format": "pt"})
+    edit_json(source / "model" / "config.json", torch_dtype="bfloat16" if asked else "float16")
+    message = refused(source, tmp_path / "out", **more, **({"dtype": "float16"} if asked else {}))
+    assert "1.mlp.c_fc" in message and "has values that float16 cannot hold: use --dtype bfloat16" in message
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
+    convert(str(source), str(tmp_path / "out"), dtype="bfloat16", **more, **QUIET)
 
 
 def test_16_bits_of_experts_stay_where_they_cannot_be_computed(goldens: Path, tmp_path: Path) -> None:
@@ -234,6 +254,7 @@ def test_every_file_but_the_weights_is_kept(goldens: Path, tmp_path: Path) -> No
         "code/inner/layer.py": "raise SystemExit(7)",
         "code/picture.png": "x",
         "additional_chat_templates/tools.jinja": "{{ 1 }}",
+        "onnx/model.onnx": "x",
         "training_args.bin": "x",
         "pytorch_model.bin.index.json": "{}",
         ".hidden": "x",
@@ -245,18 +266,22 @@ def test_every_file_but_the_weights_is_kept(goldens: Path, tmp_path: Path) -> No
         (source / name).write_text(text)
     (tmp_path / "blob").write_text("elsewhere")
     (source / "notes.txt").symlink_to(tmp_path / "blob")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "vocab.bpe").write_text("elsewhere")
+    (source / "more").symlink_to(tmp_path / "linked")
+    (source / "code" / "round").symlink_to(source)
     before = hashes(source)
     convert(str(source), str(tmp_path / "out"), **SMALL, **QUIET)
     assert hashes(source) == before
     copied = {f.relative_to(tmp_path / "out").as_posix() for f in (tmp_path / "out").rglob("*") if f.is_file()}
-    written = {"config.json", "README.md", "model.safetensors", "model.safetensors.index.json"}
+    written = {"config.json", "model.safetensors", "model.safetensors.index.json"}
     theirs = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     mine = {"modeling_x.py", "code/inner/layer.py", "additional_chat_templates/tools.jinja", "LICENSE", "notes.txt"}
+    mine |= {"README.md", "code/picture.png", "more/vocab.bpe"}
     assert copied == written | theirs | mine | {"generation_config.json", "golden.json"}
     for name in theirs | mine:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     assert not (tmp_path / "out" / "notes.txt").is_symlink()
-    assert "library_name: mlx" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_template_inside_the_configuration_stays_there(goldens: Path, tmp_path: Path) -> None:
@@ -375,7 +400,11 @@ def test_a_destination_that_may_not_be_written_to(untouched: Path, tmp_path: Pat
         (dict(quant_predicate="mixed_8"), "--quant-predicate says how"),
         (dict(dtype="float64"), "dtype must be one of float16, bfloat16, float32, got 'float64'"),
         (dict(quantize=True, q_bits=7), "q_bits must be one of 2, 3, 4, 5, 6, 8 for affine, got 7"),
-        (dict(quantize=True, q_bits="4"), "for affine, got '4'"),
+        (dict(quantize=True, q_bits="4"), "q_bits must be a whole number, got '4'"),
+        (dict(quantize=True, q_group_size=32.0), "q_group_size must be a whole number, got 32.0"),
+        (dict(quantize=True, q_mode=["a"]), "q_mode must be a name, got ['a']"),
+        (dict(quantize=True, quant_predicate=17), "quant_predicate must be the name of a recipe or a function, got 17"),
+        (dict(report="no"), "report must be True or False, got 'no'"),
         (dict(quantize=True, q_group_size=48), "q_group_size must be one of 32, 64, 128 for affine, got 48"),
         (dict(quantize=True, q_mode="mxfp4", q_bits=8), "q_bits must be 4 for mxfp4, got 8"),
         (dict(quantize=True, q_mode="nvfp4", q_group_size=32), "q_group_size must be 16 for nvfp4, got 32"),
@@ -429,8 +458,8 @@ def test_a_copy_that_would_be_decoded_otherwise_is_not_kept(
 ) -> None:
     original = files.write_config
 
-    def lossy(target: Path, source: Any, loaded: Any) -> None:
-        original(target, {**source, "a2d": {"objective": "mdlm", "mask_token_id": 5}}, loaded)
+    def lossy(target: Path, source: Any, loaded: Any, dtype: Any) -> None:
+        original(target, {**source, "a2d": {"objective": "mdlm", "mask_token_id": 5}}, loaded, dtype)
 
     monkeypatch.setattr(files, "write_config", lossy)
     message = refused(untouched, tmp_path / "out")
@@ -477,8 +506,10 @@ def test_whatever_fails_leaves_nothing(
         raise error
 
     monkeypatch.setattr(owner, stage.rpartition(".")[2], fail)
-    with pytest.raises(type(error)):
+    writes = stage not in ("quantize_model", "files.prove_spec") and isinstance(error, RuntimeError)
+    with pytest.raises(DiffusionError if writes else type(error)) as caught:
         convert(str(untouched), str(tmp_path / "deep" / "out"), **SMALL)
+    assert not writes or "out cannot be written (no room): make room there, or choose another" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -646,9 +677,9 @@ def test_a_battery_is_asked_of_both(
     (source / battery.NAME).write_text('{"prompt": "a b", "answer": "c"}\n{"prompt": "d", "answer": "e"}\n')
     models, real = [], battery.run
 
-    def run(model: Any, tokenizer: Any, asked: battery.Battery) -> battery.Outcome:
+    def run(model: Any, tokenizer: Any, asked: battery.Battery, limit: int) -> battery.Outcome:
         models.append(model)
-        outcome = real(model, tokenizer, asked)
+        outcome = real(model, tokenizer, asked, limit=limit)
         return dataclasses.replace(outcome, exact=2 - len(models), doubled=1, unknown=2, words=30)
 
     monkeypatch.setattr(battery, "run", run)
@@ -656,7 +687,7 @@ def test_a_battery_is_asked_of_both(
     assert (cost.source.battery.exact, cost.copy.battery.exact) == (1, 0)
     assert len(cost.copy.battery.texts) == cost.copy.battery.of == 2
     said, head, *rows = capsys.readouterr().out.splitlines()[-4:]
-    assert said == "[INFO] Asking both the 2 problems of battery.jsonl"
+    assert said == "[INFO] Asking both 2 problems of battery.jsonl"
     assert head.endswith("exact  doubled words  unknown words")
     assert rows[0].split()[-9:] == "1 of 2 1 of 30 2 of 30".split() and "0 of 2" in rows[1]
     assert (tmp_path / "out" / battery.NAME).read_bytes() == (source / battery.NAME).read_bytes()
@@ -769,3 +800,53 @@ def test_mlx_vlms_function_leaves_others_to_mlx_vlm(
     assert len(seen) == 2
     mlx_vlm.convert(str(untouched), str(tmp_path / "out"), **QUIET)
     assert spec_of(tmp_path / "out").family == "gpt2" and len(seen) == 2
+
+
+@pytest.mark.parametrize("answer", [5, {"bits": 7}, {"bits": 4, "group_size": 48}, "yes"])
+def test_what_a_predicate_may_not_say(answer: Any, untouched: Path, tmp_path: Path) -> None:
+    message = refused(untouched, tmp_path / "out", quantize=True, quant_predicate=lambda path, module: answer)
+    assert "quant_predicate must return True, False or a dict" in message and message.endswith(f"returns {answer!r}.")
+
+
+def test_weights_that_lie_there_twice_count_once(run_of: Path, tmp_path: Path) -> None:
+    source = copy_run(run_of, tmp_path / "run") / "model"
+    (source / "model-00001-of-00002.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    cost = convert(str(source), str(tmp_path / "out"))
+    assert cost.source.bits_per_weight == cost.copy.bits_per_weight == 32
+
+
+def test_a_type_of_more_bits_loses_nothing(run_of: Path, tmp_path: Path) -> None:
+    """Both sides are computed in float32, so that 16 bits of the source's activations are no difference."""
+    source = copy_run(run_of, tmp_path / "run") / "model"
+    weights = {name: value.astype(mx.bfloat16) for name, value in weights_of(source).items()}
+    mx.save_safetensors(str(source / "model.safetensors"), weights, metadata={"format": "pt"})
+    edit_json(source / "config.json", torch_dtype="bfloat16")
+    cost = convert(str(source), str(tmp_path / "out"), dtype="float32")
+    assert cost.difference.largest < 1e-4 and cost.difference.changed == 0
+
+
+def test_what_a_killed_conversion_left_is_named(
+    untouched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".out.k3x.partial").mkdir()
+    convert(str(untouched), str(tmp_path / "out"), **QUIET)
+    assert ".out.k3x.partial is left of a conversion that was killed" in capsys.readouterr().err
+
+
+def test_names_and_places(untouched: Path, tmp_path: Path) -> None:
+    long = tmp_path / ("漢" * 80)
+    convert(str(untouched), str(long), **QUIET)
+    assert (long / "model.safetensors").is_file()
+    (tmp_path / "file").write_text("x")
+    message = refused(untouched, tmp_path / "file" / "out")
+    assert f"cannot be made ({tmp_path / 'file'}: " in message and "choose another --mlx-path" in message
+
+
+def test_an_upload_that_fails_names_the_copy(untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str, repo: str) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(utils, "upload_to_hub", fail)
+    with pytest.raises(DiffusionError, match="out is made, but could not be uploaded to me/x .OSError: no network"):
+        convert(str(untouched), str(tmp_path / "out"), upload_repo="me/x", **QUIET)
+    assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -77,7 +77,7 @@ def test_a_model_equals_itself(name: str, goldens: Path) -> None:
     assert result.problems == () and result.agreeing == result.masked == 32
     assert result.drift < 1e-4
     for part in result.parts:
-        assert part.error[0] <= 1e-5 and part.allowed > 2.9e-5
+        assert part.error[0] <= 1e-5 and part.allowed[0] > 2.9e-5
         assert part.experts == (1.0 if name == MOE and part.name in ("layer 1", "layer 2") else None)
 
 
@@ -147,6 +147,17 @@ def test_a_small_fault_is_one(goldens: Path) -> None:
     assert wrong(compared(goldens / "a2d/gemma-grow/run", exact_gelu)) == ["layer 1"]
 
 
+def test_a_small_fault_everywhere_is_seen_in_the_mean(goldens: Path) -> None:
+    """An epsilon a little too large: no single number is far off."""
+
+    def other_epsilon(model: Any) -> None:
+        model.layers[0].input_layernorm.eps = model.layers[0].input_layernorm.eps + 5e-7
+
+    result = compared(goldens / "llada_dream/llada-gqa-tiny", other_epsilon)
+    assert wrong(result) == ["layer 0"] and result.parts[1].error[0] < result.parts[1].allowed[0]
+    assert "in the mean" in result.problems[0]
+
+
 def test_wrong_routing_is_found_in_its_layer(goldens: Path) -> None:
     def grouped(model: Any) -> None:
         args = dataclasses.replace(model.args, expert_capacity=0, n_group=1, topk_group=1)
@@ -169,13 +180,16 @@ def test_wrong_weights_of_the_right_experts_are_found(goldens: Path) -> None:
     assert wrong(result) == ["layer 1"] and result.parts[2].experts == 1.0
 
 
-def test_tokens_with_other_experts_are_left_out_of_the_error(goldens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token of 64 that rounds to another side of a tie is no fault."""
+@pytest.mark.parametrize(("tokens", "where"), [([5], []), ([5, 9], ["layer 1", "layer 2"])])
+def test_tokens_with_other_experts_are_left_out_of_the_error(
+    tokens: list[int], where: list[str], goldens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token of 64 that rounds to another side of a tie is no fault; two are."""
     real = llada2_moe.block_routing
 
     def one_other(*args: Any, **kwargs: Any) -> Any:
         ids, weights = real(*args, **kwargs)
-        changed = mx.array(np.arange(ids.shape[1])[None, :, None] == 5)
+        changed = mx.array(np.isin(np.arange(ids.shape[1])[None, :, None], tokens))
         return mx.where(changed, (ids + 1) % 8, ids), weights
 
     model = lazy(goldens / MOE)
@@ -184,7 +198,7 @@ def test_tokens_with_other_experts_are_left_out_of_the_error(goldens: Path, monk
     trace = recorded(goldens / MOE, rows[0].tolist())
     monkeypatch.setattr(llada2_moe, "block_routing", one_other)
     result = compare(model, rows[0].tolist(), masked[0].tolist(), trace)
-    assert wrong(result) == [] and result.parts[2].experts == pytest.approx(63 / 64)
+    assert wrong(result) == where and result.parts[2].experts == pytest.approx(1 - len(tokens) / 64)
     assert result.drift > 1e-3
 
 
@@ -234,10 +248,10 @@ def test_the_tolerance_is_a_multiple_of_the_references_rounding(goldens: Path) -
 
     path = goldens / "block/sdar-b4"
     assert wrong(compared(path, little)) == ["head"]
-    assert wrong(compared(path, little, tolerance=1000)) == []
+    assert wrong(compared(path, little, tolerance=10000)) == []
     few, many = (compared(path, tolerance=n) for n in (10, 100))
     for part, other in zip(few.parts, many.parts, strict=True):
-        assert other.allowed == pytest.approx(10 * part.allowed) and part.allowed >= 0.9e-5
+        assert other.allowed[0] >= part.allowed[0] >= 0.9e-5
 
 
 def test_shifted_logits_are_read_where_they_predict(goldens: Path) -> None:
@@ -271,6 +285,8 @@ def test_canvases(goldens: Path) -> None:
     assert canvases(short, 320)[0].shape == (4, 32)
     with pytest.raises(ValueError, match="32 columns here or more, for one whole block: got 20"):
         canvases(spec, 320, columns=20)
+    with pytest.raises(ValueError, match="at most the 33 columns of the context here, got 34"):
+        canvases(short, 320, columns=34)
 
 
 def test_canvases_are_whole_blocks_within_the_context() -> None:

@@ -258,12 +258,13 @@ def _table(report: dict[str, Any], result: Any, block: int | None) -> Iterator[s
     yield printable(f"reference: {report['reference']}")
     yield ""
     with_experts = any(part.experts is not None for part in result.parts)
-    rows = [("part", "max error", "mean error", "rounding", "allowed", *(["same experts"] * with_experts), "")]
+    head = ("max error", "rounding", "allowed", "mean error", "rounding", "allowed")
+    rows = [("part", *head, *(["same experts"] * with_experts), "")]
     for part in result.parts:
-        rounding = "-" if part.rounding is None else f"{part.rounding[0]:.1e}"
+        columns = zip(part.error, part.rounding or (None, None), part.allowed, strict=True)
+        numbers = ("-" if value is None else f"{value:.1e}" for column in columns for value in column)
         experts = ["-" if part.experts is None else f"{100 * part.experts:.1f} %"] * with_experts
-        errors = (f"{value:.1e}" for value in part.error)
-        rows.append((part.name, *errors, rounding, f"{part.allowed:.1e}", *experts, "OVER" if part.problem else ""))
+        rows.append((part.name, *numbers, *experts, "OVER" if part.problem else ""))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         first, *others = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import glob
 import inspect
 import os
 import shutil
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Checkpoint, check_weights, has_tokenizer, open_checkpoint, resolve_run_directory
@@ -118,7 +120,14 @@ def convert(request: Request, path: Path, fetch: Callable[[], Path] | None = Non
     if request.upload_repo is not None:
         from mlx_lm import utils
 
-        utils.upload_to_hub(str(request.destination), request.upload_repo)
+        try:
+            utils.upload_to_hub(str(request.destination), request.upload_repo)
+        except Exception as error:
+            why = " ".join(str(error).split())[:200]
+            raise DiffusionError(
+                f"{request.destination} is made, but could not be uploaded to {request.upload_repo} "
+                f"({type(error).__name__}: {why}): upload it later, with `hf upload`."
+            ) from error
     return found
 
 
@@ -148,6 +157,7 @@ def _open(request: Request, path: Path) -> _Source:
 
 def _check(request: Request, source: _Source) -> None:
     """Raises DiffusionError for what is impossible, before anything is written or any weight is read."""
+    _check_types(request)
     to = request.destination
     if os.path.lexists(to):
         raise DiffusionError(f"{to} exists already: choose another --mlx-path, or remove it.")
@@ -179,6 +189,24 @@ def _check(request: Request, source: _Source) -> None:
         raise DiffusionError(f"{source.path} is not quantized: leave out --dequantize.")
 
 
+def _check_types(request: Request) -> None:
+    """Raises DiffusionError for what Python takes and nobody can mean."""
+    for name, kinds, expected in (
+        ("mlx_path", (str, os.PathLike), "a path"),
+        ("q_mode", (str,), "a name"),
+        ("q_bits", (int, NoneType), "a whole number"),
+        ("q_group_size", (int, NoneType), "a whole number"),
+        ("mask_token_id", (int, NoneType), "a token id"),
+        ("report", (bool,), "True or False"),
+    ):
+        value = getattr(request, name)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise DiffusionError(f"{name} must be {expected}, got {value!r}.")
+    recipe = request.quant_predicate
+    if recipe is not None and not isinstance(recipe, str) and not callable(recipe):
+        raise DiffusionError(f"quant_predicate must be the name of a recipe or a function, got {recipe!r}.")
+
+
 def _check_mode(request: Request) -> None:
     mode, recipe = request.q_mode, request.quant_predicate
     if mode not in recipes.MODES:
@@ -205,15 +233,18 @@ def _make(request: Request, source: _Source, work: Path) -> tuple[Any, Any]:
     family = dataclasses.replace(source.family, float32_on_cpu=False)
     model, config = load_with_spec(plain, source.path, family, source.spec, lazy=True)
     model, config = _reduced(request, model, config)
-    utils.save_model(work, model, donate_model=True)
-    del model
-    files.write_config(work, source.checkpoint.config, config)
-    _write_card(request, work)
     named = source.tokenizer if source.tokenizer != source.path else None
-    files.copy(source.path, work, tokenizer=named, quantized=not request.dequantize)
-    asked = battery.locate(source.path)  # that of a run too
-    if asked is not None and asked.parent != source.path:
-        shutil.copyfile(asked, work / asked.name)
+    with _writing(request.destination):
+        utils.save_model(work, model, donate_model=True)
+        del model
+        files.write_config(work, source.checkpoint.config, config, request.dtype)
+        files.copy(source.path, work, tokenizer=named, quantized=not request.dequantize)
+        if not (Path(request.hf_path).exists() and (work / "README.md").is_file()):
+            _write_card(request, work)
+        asked = battery.locate(source.path)  # that of a run too
+        if asked is not None and asked.parent != source.path:
+            shutil.copyfile(asked, work / asked.name)
+    files.prove_finite(work, request.destination)
 
     files.prove_spec(work, source.family, source.spec)
     load_with_spec(plain, work, family, source.spec, lazy=True)
@@ -285,6 +316,20 @@ def _report(source: _Source, copy: Path, tokenizers: tuple[Any, Any]) -> Report 
 
 
 @contextlib.contextmanager
+def _writing(destination: Path) -> Iterator[None]:
+    """Raises DiffusionError where files cannot be written: the device may be full."""
+    try:
+        yield
+    except DiffusionError:
+        raise
+    except (OSError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise DiffusionError(
+            f"{destination} cannot be written ({why}): make room there, or choose another --mlx-path."
+        ) from error
+
+
+@contextlib.contextmanager
 def _workshop(destination: Path) -> Iterator[Path]:
     """
     Where a copy is made: below a hidden directory beside its destination, under its final name, by which some
@@ -298,13 +343,17 @@ def _workshop(destination: Path) -> Iterator[Path]:
     try:
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
-            prefix = f".{destination.name[:100]}."
+            name = destination.name.encode()[:100].decode(errors="ignore")
+            for left in destination.parent.glob(f".{glob.escape(name)}.*.partial"):
+                note(f"{left} is left of a conversion that was killed, or one that is running: it may be removed then.")
+            prefix = f".{name}."
             hidden = Path(tempfile.mkdtemp(prefix=prefix, suffix=".partial", dir=destination.parent))
             work = hidden / destination.name
             work.mkdir()
         except OSError as error:
             raise DiffusionError(
-                f"{destination} cannot be made ({error.strerror or error}): choose another --mlx-path."
+                f"{destination} cannot be made ({error.filename or destination.parent}: {error.strerror or error}): "
+                "choose another --mlx-path."
             ) from error
         yield work
     finally:

@@ -23,8 +23,6 @@ _WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.index.json", "*.h5", "*.msgpack", "*.onnx"),
     *("*.ckpt", "*.tflite", "*.ot"),
 )
-_WRITTEN = ("config.json", "README.md")
-_IN_FOLDERS = (".py", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl")
 _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("*.tiktoken", "*.model", "tokenization*.py", "normalizer.json", "additional_chat_templates/*"),
@@ -38,20 +36,21 @@ _TURNS = [
 
 def kept(source: Path) -> Iterator[str]:
     """
-    The files of a checkpoint that are no weights and that a copy gets as they are: all but config.json, the model card
-    and hidden ones; of folders only code, templates, settings and vocabularies.
+    The files of a checkpoint that are no weights and that a copy gets as they are: all but config.json and hidden ones,
+    from folders too, also where these are links.
 
     Raises:
         CheckpointError: a link to nothing.
     """
-    for folder, folders, names in os.walk(source):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+    seen = {source.resolve()}
+    for folder, folders, names in os.walk(source, followlinks=True):
+        inside = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        folders[:] = [name for name in inside if Path(folder, name).resolve() not in seen]  # links may lead around
+        seen |= {Path(folder, name).resolve() for name in folders}
         for name in sorted(names):
             path = Path(folder, name)
             inner = path.relative_to(source).as_posix()
-            if name.startswith(".") or any(fnmatch(name, pattern) for pattern in _WEIGHTS) or inner in _WRITTEN:
-                continue
-            if Path(folder) != source and path.suffix not in _IN_FOLDERS:
+            if name.startswith(".") or any(fnmatch(name, pattern) for pattern in _WEIGHTS) or inner == "config.json":
                 continue
             if not path.exists():
                 raise CheckpointError(f"{path} is a link to nothing; copy or download the checkpoint again.")
@@ -102,19 +101,43 @@ def with_mask(checkpoint: Checkpoint, family: Family, mask: int | None) -> Check
     return Checkpoint(checkpoint.path, {**checkpoint.config, **changed}, **known)
 
 
-def write_config(target: Path, source: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+def write_config(target: Path, source: Mapping[str, Any], loaded: Mapping[str, Any], dtype: str | None = None) -> None:
     """
     config.json of a copy: every key of the source's, and those that loading has added.
 
     Args:
         source: the source's.
         loaded: what loading has made of it, and quantizing.
+        dtype: the type that was asked for: else the next conversion would go back to what is named there.
     """
     values = {**loaded, **{name: value for name, value in source.items() if name not in QUANTIZATION}}
+    if dtype is not None:
+        values |= {name: dtype for name in ("torch_dtype", "dtype") if name in values}
     if "quantization" in values:
         values["quantization_config"] = values["quantization"]
     text = json.dumps(dict(sorted(values.items())), indent=4)
     (target / "config.json").write_text(text, encoding="utf-8")
+
+
+def prove_finite(target: Path, destination: Path) -> None:
+    """
+    Have every weight of a copy be a number: float16 ends at 65504, where bfloat16 does not.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    import mlx.core as mx
+
+    for file in sorted(target.glob("*.safetensors")):
+        arrays = dict(mx.load(str(file)))
+        while arrays:  # one at a time: they are only read now
+            name, value = arrays.popitem()
+            if mx.issubdtype(value.dtype, mx.floating) and not mx.isfinite(value).all().item():
+                kind = str(value.dtype).removeprefix("mlx.core.")
+                raise CheckpointError(
+                    f"{destination} is not kept, because its weight {name} has values that {kind} cannot hold: use "
+                    "--dtype bfloat16 or float32, and if that is what was used, the source is broken."
+                )
 
 
 def prove_spec(target: Path, family: Family, spec: DiffusionSpec) -> None:

@@ -106,6 +106,7 @@ def plan(model: Any, predicate: Predicate | None, group_size: int) -> Plan:
         if not hasattr(module, "to_quantized") or path in kept:
             continue
         answer = decide(path, module)
+        _check_answer(path, answer)
         if not answer:
             continue
         width = module.weight.shape[-1]
@@ -119,6 +120,20 @@ def plan(model: Any, predicate: Predicate | None, group_size: int) -> Plan:
     if not found.chosen:
         _refuse_nothing(model, found.left, widths, group_size)
     return found
+
+
+def _check_answer(path: str, answer: Any) -> None:
+    """Raises DiffusionError for what a predicate may not say."""
+    sizes, bits = MODES["affine"]
+    good = answer is None or isinstance(answer, bool)
+    if isinstance(answer, dict) and answer.get("mode", "affine") in MODES:
+        sizes, bits = MODES[answer.get("mode", "affine")]
+        good = answer.get("bits", bits[0]) in bits and answer.get("group_size", sizes[0]) in sizes
+    if not good:
+        raise DiffusionError(
+            f"quant_predicate must return True, False or a dict such as {{'bits': 4, 'group_size': 64}}, and of "
+            f"{path!r} it returns {answer!r}."
+        )
 
 
 def _refuse_nothing(model: Any, left: list[str], widths: set[int], group_size: int) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+MOST_PROBLEMS = 100  # of a battery: the first ones
+
+
 @dataclass(frozen=True)
 class Side:
     """
@@ -136,8 +139,8 @@ def _attempt(what: str, do: Callable[[], Any]) -> Any:
 def _side(path: Path, count: int | None, outcome: Any) -> Side:
     """What is stored of a model with so many weights."""
     headers = check_files(path)
-    places = [entry["data_offsets"] for file in headers.values() for entry in file.values()]
-    bits = 8 * sum(end - start for start, end in places)
+    places = {name: entry["data_offsets"] for file in headers.values() for name, entry in file.items()}
+    bits = 8 * sum(end - start for start, end in places.values())
     return Side(sum((path / name).stat().st_size for name in headers), bits / count if count else None, outcome)
 
 
@@ -188,9 +191,11 @@ def _batteries(
     found = battery.find(source)
     if found is None:
         return None
-    print(f"[INFO] Asking both the {len(found.problems)} problems of {found.path.name}", flush=True)
+    count = min(len(found.problems), MOST_PROBLEMS)
+    of = f" (of {len(found.problems)})" if count < len(found.problems) else ""
+    print(f"[INFO] Asking both {count} problems{of} of {found.path.name}", flush=True)
     first, second = (
-        battery.run(_quick(path, family, spec), tokenizer, found)
+        battery.run(_quick(path, family, spec), tokenizer, found, limit=MOST_PROBLEMS)
         for path, tokenizer in zip((source, copy), tokenizers, strict=True)
     )
     return first, second
