@@ -147,7 +147,7 @@ def test_what_a_group_does_not_divide_stays_and_nothing_at_all_is_refused(
     message = refused(goldens / "llada_dream" / "llada-moe-tiny", tmp_path / "out", **SMALL)
     assert message == (
         "Nothing of this llada_moe model can be quantized in groups of 32, which divides none of its widths (24, 48): "
-        "no group size does, leave out -q."
+        "no group size does, leave out -q or try --q-mode nvfp4."
     )
     source = goldens / "block" / "sdar-b4"
     assert "(64, 128): use --q-group-size" not in refused(source, tmp_path / "out", quantize=True, q_bits=7)
@@ -157,7 +157,7 @@ def test_what_a_group_does_not_divide_stays_and_nothing_at_all_is_refused(
     with pytest.raises(DiffusionError, match=r"is quantized by this quant_predicate: leave out -q\.$"):
         recipes.plan(model, lambda path, module: False, 32)
     convert(str(goldens / "block" / "llada2_moe-v22"), str(tmp_path / "out"), **SMALL, **QUIET)
-    assert "4 layers stay as they are: no groups of 32 in their width" in capsys.readouterr().out
+    assert "4 of 23 layers stay as they are: no groups of 32" in capsys.readouterr().out
 
 
 # --- types and widths
@@ -317,7 +317,7 @@ def test_a_raw_checkpoint_needs_no_option_once_it_is_converted(
     assert spec_of(tmp_path / "out").mask_token_id == 320 and hashes(folder) == before
     assert run("mlx_lm.generate", "--model", tmp_path / "out", "--prompt", "The", "--max-tokens", 4).status == 0
     outcome = run(*given[:4], tmp_path / "bare", "--tokenizer", folder / "source_tokenizer")
-    assert outcome.status == 0 and "--mask-token-id writes it into the copy" in outcome.err
+    assert outcome.status == 0 and "so that the copy needs --mask-token-id too" in outcome.err
     assert "could not be compared" in outcome.err and (tmp_path / "bare").is_dir()
     assert_one_sentence(
         run(*given[:4], tmp_path / "x", *given[5:], folder / "source_tokenizer", "--mask-token-id", 900),
@@ -338,10 +338,37 @@ def test_another_tokenizer_takes_the_place_of_the_sources(untouched: Path, tmp_p
     }
 
 
-def test_the_name_of_a_copy_decides_nothing(goldens: Path, tmp_path: Path) -> None:
-    source = goldens / "block" / "llada2_moe-v20"  # whose name says nothing, so that 2.0 is assumed
+def test_what_would_be_assumed_is_told_by_the_copys_name_or_an_option(
+    goldens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = goldens / "block" / "llada2_moe-v21"  # whose name says nothing, so that 2.0 is assumed
+    convert(str(source), str(tmp_path / "LLaDA2.1-mini"), **QUIET)
+    said = capsys.readouterr().err
+    assert "LLaDA2.1, as the name of its copy says." in said and "assumed" not in said
+    (tmp_path / "LLaDA2.1-mini").rename(tmp_path / "other")
+    assert spec_of(tmp_path / "other").unmasking == "joint_threshold"
+    convert(str(source), str(tmp_path / "plain"), **QUIET)
+    assert "LLaDA2.0 is assumed" in capsys.readouterr().err
+    assert "diffusion_unmasking" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    convert(str(source), str(tmp_path / "told"), unmasking="joint_threshold", **QUIET)
+    assert spec_of(tmp_path / "told").unmasking == "joint_threshold" and "assumed" not in capsys.readouterr().err
+    refusal = refused(goldens / "block" / "llada2_moe-v22", tmp_path / "x", unmasking="joint_threshold")
+    assert "--unmasking joint_threshold says what a checkpoint is that may be of two kinds" in refusal
+
+
+def test_the_name_of_a_copy_decides_nothing_that_is_known(goldens: Path, tmp_path: Path) -> None:
+    source = copy_run(goldens / "block" / "llada2_moe-v20", tmp_path / "LLaDA2.0-mini")
     convert(str(source), str(tmp_path / "LLaDA2.1-mini"), **QUIET)
     assert spec_of(tmp_path / "LLaDA2.1-mini").unmasking == spec_of(source).unmasking == "low_confidence_dynamic"
+
+
+def test_dllms_kinds_may_be_told(goldens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = copy_run(goldens / "block" / "a2d_qwen3-bd3lm", tmp_path / "plain")
+    convert(str(source), str(tmp_path / "out"), attention="block_causal", **QUIET)
+    assert spec_of(tmp_path / "out").attention == "block_causal" != spec_of(source).attention
+    assert "taken for MDLM" not in capsys.readouterr().err
+    refusal = refused(goldens / "block" / "sdar-b4", tmp_path / "x", attention="bidirectional")
+    assert "--attention bidirectional says what a checkpoint is" in refusal
 
 
 def test_a_mask_that_is_given_is_in_the_copy(goldens: Path, untouched: Path, tmp_path: Path) -> None:
@@ -720,7 +747,7 @@ def test_the_command_line_offers_the_recipes_beside_the_hosts() -> None:
     text = configure_parser().format_help()
     for option in ("--family", "--tokenizer", "--mask-token-id", "--no-report"):
         assert option in text
-    assert "--unmasking" not in text and "--mode {" not in text
+    assert "--unmasking" in text and "--threshold" not in text and "--mode {" not in text
 
 
 def test_a_copy_is_uploaded_from_its_place(untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..errors import PREFIX, DiffusionError, printable
+from ..errors import PREFIX, DiffusionError, note, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DiffusionError as error:
         print(f"{PREFIX} error: {printable(str(error))}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        note("interrupted")
+        return 130
     except ImportError as error:  # MLX or a host, half installed or for another machine
         if os.environ.get("MLX_DLLM_DEBUG") == "1":
             raise

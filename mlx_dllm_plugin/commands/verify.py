@@ -38,7 +38,7 @@ def add(subparsers: Any) -> None:
         "verify",
         help="compare a checkpoint's model here with a reference implementation",
         description="Run a checkpoint here and in a PyTorch reference, layer by layer, with memory near one layer on "
-        "both sides. The exit status is 1 when a part differs by more than the tolerance.",
+        "both sides. The exit status is 1 when a part differs by more than the tolerance, or nothing can be compared.",
     )
     parser.add_argument("path", nargs="?", help="directory of a checkpoint or an a2d run, or a hub id in the cache")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -168,9 +168,12 @@ def _layers(
     from ..layerwise import block_of, load_lazily
     from ..probes import TEXTS, canvases
     from ..verify.compare import TOLERANCE, compare
+    from ..verify.hf import Files
+
+    Files(checkpoint)  # refuses quantized weights, before anything has to be installed for them
+    found = _found(args, checkpoint, family, spec)
     from ..verify.reference import Reference
 
-    found = _found(args, checkpoint, family, spec)
     reference = Reference(found, checkpoint, spec, dtype=args.dtype, yardstick=args.yardstick)
     texts = TEXTS if args.prompt is None else (args.prompt,)
     rows, marks = canvases(
@@ -277,6 +280,8 @@ def _table(report: dict[str, Any], result: Any, block: int | None) -> Iterator[s
         f"argmax on masked positions: {report['agreeing']} of {report['masked']} the same; logits end to end differ by "
         f"up to {result.drift:.1e}"
     )
+    if report["dtype"] != "float32":
+        yield f"{report['dtype']} rounds in every layer, and end to end these errors add up: float32 tells faults apart"
     peak = report["peak_bytes"]
     yield (
         f"memory: up to {_size(peak['reference'])} of weights in the reference, {_size(peak['here'])} here; "
@@ -334,7 +339,7 @@ def _sampler(
         str(checkpoint.path),
         f"reference: {result.function} of {file}, with the logits of the model here",
         f"its settings: {_listed(result.settings)}",
-        f"the same here: {_listed(result.our_settings)}",
+        f"the same here: {_listed({'unmasking': spec.unmasking, **result.our_settings})}",
         f"forwards: {result.forwards} there, {result.our_forwards} here",
         *(f"note: {text}" for text in result.notes),
     ):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint import Checkpoint, check_weights, has_tokenizer, open_checkpoint, resolve_run_directory
 from ..errors import CheckpointError, DiffusionError, note
 from ..families import Family
-from ..spec import DiffusionSpec, announce, check_mask_token_id, detect, resolve
+from ..spec import ATTENTION, UNMASKING, DiffusionSpec, announce, check_mask_token_id, detect, resolve
 from . import files, recipes
 from .recipes import RECIPES, mixed
 
@@ -46,6 +46,7 @@ class Request:
         family: treat the source as one of this family.
         tokenizer: directory whose tokenizer files the copy gets.
         mask_token_id: id of the mask, for the copy's config.json.
+        unmasking, attention: what a checkpoint is that declares the same as another kind, for the copy's config.json.
         report: compare copy and source, and print it.
     """
 
@@ -64,6 +65,8 @@ class Request:
     family: str | None = None
     tokenizer: str | Path | None = None
     mask_token_id: int | None = None
+    unmasking: str | None = None
+    attention: str | None = None
     report: bool = True
 
     @property
@@ -112,10 +115,15 @@ def convert(request: Request, path: Path, fetch: Callable[[], Path] | None = Non
     check_weights(source.path)
     announce(source.checkpoint, source.family)
     if source.spec.mask_token_id is None:
-        note(f"{source.path} does not say which token is its mask: --mask-token-id writes it into the copy.")
+        last = source.spec.vocab_size - 1
+        note(
+            f"{source.path} does not say which token is its mask, so that the copy needs --mask-token-id too: give it "
+            f"here, and it is written into the copy; of a vocabulary that was grown by a mask it is the last, {last}."
+        )
     with _stopped_by_signals(), _workshop(request.destination) as work:
         tokenizers = _make(request, source, work)
         _move(work, request.destination)
+    print(f"[INFO] Saved to {request.destination}", flush=True)
     found = _report(source, request.destination, tokenizers) if request.report else None
     if request.upload_repo is not None:
         from mlx_lm import utils
@@ -149,10 +157,38 @@ def _open(request: Request, path: Path) -> _Source:
             f"{tokenizer} has no tokenizer files: give the directory of the source model's tokenizer with --tokenizer "
             "DIR, in Python tokenizer=DIR."
         )
-    checkpoint = files.with_mask(checkpoint, family, request.mask_token_id)
-    spec = resolve(checkpoint, family)
-    check_mask_token_id(spec.mask_token_id, spec.vocab_size, spec.sources["mask_token_id"])
+    checkpoint, spec = _told(request, files.with_mask(checkpoint, family, request.mask_token_id), family)
+    source = spec.sources["mask_token_id"] if request.mask_token_id is None else "the option"
+    check_mask_token_id(spec.mask_token_id, spec.vocab_size, source)
     return _Source(checkpoint, family, spec, tokenizer)
+
+
+def _told(request: Request, checkpoint: Checkpoint, family: Family) -> tuple[Checkpoint, DiffusionSpec]:
+    """
+    A checkpoint with what the request says of its kind in its config.json, or what the destination's name says where
+    otherwise a kind would be assumed.
+
+    Raises:
+        DiffusionError: it has no two kinds.
+    """
+    spec = resolve(checkpoint, family)
+    told = {key: value for key, value in ((UNMASKING, request.unmasking), (ATTENTION, request.attention)) if value}
+    if not told and "assumed" in spec.sources["unmasking"]:
+        named = resolve(files.changed(checkpoint, path=request.destination), family)
+        if "assumed" not in named.sources["unmasking"]:
+            told = {UNMASKING: named.unmasking}
+            note(f"{checkpoint.path} is taken for {named.sources['unmasking']}, as the name of its copy says.")
+    if not told:
+        return checkpoint, spec
+    checkpoint = files.changed(checkpoint, config={**checkpoint.config, **told})
+    spec = resolve(checkpoint, family)
+    for name, key in (("unmasking", UNMASKING), ("attention", ATTENTION)):
+        if key in told and getattr(spec, name) != told[key]:
+            raise DiffusionError(
+                f"--{name} {told[key]} says what a checkpoint is that may be of two kinds, and {checkpoint.path} is "
+                f"{getattr(spec, name)}: leave it out; when decoding, --{name} may choose otherwise."
+            )
+    return checkpoint, spec
 
 
 def _check(request: Request, source: _Source) -> None:
@@ -274,7 +310,9 @@ def _reduced(request: Request, model: Any, config: dict[str, Any]) -> tuple[Any,
             predicate = recipes.named(predicate, model, request.q_group_size)
         plan = recipes.plan(model, predicate, request.group_size)
         if plan.left:
-            print(f"[INFO] {len(plan.left)} layers stay as they are: no groups of {request.group_size} in their width")
+            more = f"; --q-group-size {plan.fitting} takes more" if plan.fitting else ""
+            of = len(plan.left) + len(plan.chosen)
+            print(f"[INFO] {len(plan.left)} of {of} layers stay as they are: no groups of {request.group_size}{more}")
         print("[INFO] Quantizing", flush=True)
         model, config = utils.quantize_model(
             model,
@@ -309,6 +347,9 @@ def _report(source: _Source, copy: Path, tokenizers: tuple[Any, Any]) -> Report 
         found = report.measure(source.path, copy, source.family, source.spec, tokenizers)
         print(found.table(), flush=True)
         return found
+    except KeyboardInterrupt:
+        note(f"{copy} is complete; only its comparison with the source was interrupted.")
+        raise
     except Exception as error:
         why = " ".join(str(error).split())[:300]
         note(f"{copy} stands, but could not be compared with its source ({type(error).__name__}: {why}).")

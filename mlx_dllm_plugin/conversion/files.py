@@ -92,13 +92,19 @@ def with_mask(checkpoint: Checkpoint, family: Family, mask: int | None) -> Check
     """A checkpoint whose config.json says that this is the mask, where spec.py looks first; None: as it is."""
     if mask is None:
         return checkpoint
-    known = {name: value for name, value in vars(checkpoint).items() if name not in ("path", "config")}
     block = checkpoint.a2d
     if family.a2d or (block or {}).get("mask_token_id") is not None:
-        changed: dict[str, Any] = {"a2d": {**(block or {"objective": "mdlm"}), "mask_token_id": mask}}
+        told: dict[str, Any] = {"a2d": {**(block or {"objective": "mdlm"}), "mask_token_id": mask}}
     else:
-        changed = {"mask_token_id": mask}
-    return Checkpoint(checkpoint.path, {**checkpoint.config, **changed}, **known)
+        told = {"mask_token_id": mask}
+    return changed(checkpoint, config={**checkpoint.config, **told})
+
+
+def changed(checkpoint: Checkpoint, *, path: Path | None = None, config: dict[str, Any] | None = None) -> Checkpoint:
+    """A checkpoint with another config.json, or as if it lay elsewhere; its other files are the same."""
+    parts = ("generation_config", "tokenizer_config", "added_tokens")
+    known = {name: getattr(checkpoint, name) for name in parts}
+    return Checkpoint(path or checkpoint.path, checkpoint.config if config is None else config, **known)
 
 
 def write_config(target: Path, source: Mapping[str, Any], loaded: Mapping[str, Any], dtype: str | None = None) -> None:
@@ -129,7 +135,7 @@ def prove_finite(target: Path, destination: Path) -> None:
     import mlx.core as mx
 
     for file in sorted(target.glob("*.safetensors")):
-        arrays = dict(mx.load(str(file)))
+        arrays: dict[str, Any] = {**mx.load(str(file))}  # type: ignore[dict-item]
         while arrays:  # one at a time: they are only read now
             name, value = arrays.popitem()
             if mx.issubdtype(value.dtype, mx.floating) and not mx.isfinite(value).all().item():
@@ -181,7 +187,7 @@ def prove_tokenizer(source: Any, copy: Any) -> int:
     count = 0
     for text in texts:
         for special in (False, True):
-            before, after = ([*t.encode(text, add_special_tokens=special)] for t in (source, copy))
+            before, after = ([*t.encode(text, add_special_tokens=special, verbose=False)] for t in (source, copy))
             if before != after or source.decode(before) != copy.decode(before):
                 raise CheckpointError(
                     f"The copy's tokenizer reads {text!r} as {after[:8]}, not as {before[:8]} like its source, so that "

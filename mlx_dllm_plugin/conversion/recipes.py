@@ -25,10 +25,12 @@ class Plan(NamedTuple):
     Args:
         chosen: module -> True or parameters of its own.
         left: modules that stay as they are because the group size does not divide their width.
+        fitting: a group size that divides more of their widths, or None.
     """
 
     chosen: dict[str, bool | dict[str, Any]]
     left: list[str]
+    fitting: int | None = None
 
 
 def mixed(bits: int | None = 8, group_size: int = 64) -> Predicate:
@@ -119,7 +121,7 @@ def plan(model: Any, predicate: Predicate | None, group_size: int) -> Plan:
             found.chosen[path] = answer
     if not found.chosen:
         _refuse_nothing(model, found.left, widths, group_size)
-    return found
+    return found._replace(fitting=next((size for size in (64, 32) if any(width % size == 0 for width in widths)), None))
 
 
 def _check_answer(path: str, answer: Any) -> None:
@@ -141,7 +143,8 @@ def _refuse_nothing(model: Any, left: list[str], widths: set[int], group_size: i
         raise DiffusionError(f"Nothing of {_name(model)} is quantized by this quant_predicate: leave out -q.")
     fitting = [size for size in (32, 64, 128) if any(width % size == 0 for width in widths)]
     shown = ", ".join(map(str, sorted(widths)))
-    way = f"use --q-group-size {' or '.join(map(str, fitting))}" if fitting else "no group size does, leave out -q"
+    sizes = " or ".join(map(str, fitting))
+    way = f"use --q-group-size {sizes}" if fitting else "no group size does, leave out -q or try --q-mode nvfp4"
     raise DiffusionError(
         f"Nothing of {_name(model)} can be quantized in groups of {group_size}, which divides none of its widths "
         f"({shown}): {way}."

@@ -66,7 +66,7 @@ class Report:
         head = ["", "size", "bits per weight"]
         rows = [[name, _size(s.size), _number(s.bits_per_weight)] for name, s in self._sides()]
         if far is not None:
-            head += ["max logit difference", "mean", f"changed argmax of {far.positions}"]
+            head += ["max logit difference", "mean difference", f"changed argmax of {far.positions}"]
             rows[0] += ["-", "-", "-"]
             rows[1] += [f"{far.largest:.4g}", f"{far.mean:.4g}", f"{far.changed:.1%}"]
         if any(side.battery is not None for _, side in self._sides()):

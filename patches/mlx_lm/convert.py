@@ -14,7 +14,7 @@ from ...options import table
 from .. import Patch, Redirect, Replace, cli
 
 RECIPES = ("mixed_8", "mixed_full")
-OFFERED = ("family", "tokenizer", "mask_token_id")
+OFFERED = ("family", "tokenizer", "mask_token_id", "unmasking", "attention")
 ADDED = (*OFFERED, "report")
 
 
@@ -91,7 +91,7 @@ def is_diffusion(path: Path, added: Mapping[str, Any]) -> bool:
 
 def refuse_added(name: Any, added: Mapping[str, Any]) -> None:
     """Raises DiffusionError for what has no meaning in the conversion of an autoregressive model."""
-    wrong = [name for name in ("tokenizer", "mask_token_id") if name in added]
+    wrong = [name for name in OFFERED if name != "family" and name in added]
     if wrong:
         shown = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise DiffusionError(f"{name} is no diffusion checkpoint: leave out {shown}, or force a family with --family.")

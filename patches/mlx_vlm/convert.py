@@ -64,7 +64,7 @@ def _say_who_decodes(path: Path) -> None:
     from ...checkpoint import read_json
 
     if read_json(path / "config.json").get("model_type") != served.FAMILY:
-        note(f"{path.name} is converted by mlx-lm, which also decodes the copy: use mlx_lm.generate.")
+        note(f"{path} is converted by mlx-lm, which also decodes the copy: use mlx_lm.generate.")
 
 
 PATCH = Patch(
