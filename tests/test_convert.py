@@ -860,6 +860,21 @@ def test_what_a_killed_conversion_left_is_named(
     assert ".out.k3x.partial is left of a conversion that was killed" in capsys.readouterr().err
 
 
+def test_an_interrupt_while_comparing_leaves_the_copy(
+    untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "measure", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(str(untouched), str(tmp_path / "out"))
+    said = capsys.readouterr()
+    assert "out is complete; only its comparison with the source was interrupted." in said.err
+    assert said.out.splitlines()[-1] == f"[INFO] Saved to {tmp_path / 'out'}"
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_names_and_places(untouched: Path, tmp_path: Path) -> None:
     long = tmp_path / ("漢" * 80)
     convert(str(untouched), str(long), **QUIET)

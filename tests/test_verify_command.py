@@ -389,3 +389,12 @@ def test_a_terminal_sees_a_bar_that_goes_away(
     assert shown.endswith("\r") and shown.rstrip("\r").split("\r")[-1].strip() == ""  # wiped
     terminal.truncate(0)
     assert verify(path, "--json").status == 0 and "layer" not in terminal.getvalue()
+
+
+def test_an_interrupt_is_one_line(path: Path, verify: Callable[..., Outcome], spoilt: Callable[..., None]) -> None:
+    def interrupt(model: Any) -> None:
+        raise KeyboardInterrupt
+
+    spoilt(interrupt)
+    outcome = verify(path)
+    assert (outcome.status, outcome.out, outcome.err) == (130, "", "[mlx-dllm-plugin] interrupted\n")
