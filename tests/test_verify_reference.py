@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -722,6 +723,199 @@ def test_a_model_that_cannot_be_built_or_compared(tiny: Callable[..., Path]) -> 
     assert "no torch.nn.ModuleList of the checkpoint's 3 layers" in sentence(reference, folder, folder)
     folder = tiny(source=TINY.replace("in self.layers:", "in self.layers[:2]:"))
     assert "did not run its 3 layers" in sentence(reference(folder, folder).trace, range(10))
+
+
+# --- what code of others does beside computing
+
+MADE = "        return Output("
+
+
+@pytest.mark.parametrize(("code", "said"), [("0", "0"), ("3", "3"), ("", ""), ("'no GPU'", "")])
+@pytest.mark.parametrize("when", ["import", "build", "run"])
+def test_a_reference_that_ends_the_program(when: str, code: str, said: str, tiny: Callable[..., Path]) -> None:
+    line = f"__import__('sys').exit({code})"
+    built = "        self.layers = nn.ModuleList("
+    source = {
+        "import": f"{TINY}\n\n{line}\n",
+        "build": TINY.replace(built, f"        {line}\n{built}"),
+        "run": TINY.replace(MADE, f"        {line}\n{MADE}"),
+    }[when]
+    folder = tiny(source=source)
+    file = folder / "modeling_tiny.py"
+    name = str(file) if when == "import" else "TinyModelLM of modeling_tiny.py"
+    assert sentence(trace, folder, range(10), file) == (
+        f"{name} ended the program (sys.exit({said})): remove that from a copy of the file and give the copy with "
+        "--reference FILE."
+    )
+    if when == "import":
+        assert f"modeling_tiny.py ended the program (sys.exit({said}))" in sentence(found_in, folder, folder)
+
+
+@pytest.mark.parametrize("when", ["import", "run"])
+def test_the_user_may_interrupt(when: str, tiny: Callable[..., Path]) -> None:
+    line = "raise KeyboardInterrupt"
+    folder = tiny(source=f"{TINY}\n\n{line}\n" if when == "import" else TINY.replace(MADE, f"        {line}\n{MADE}"))
+    before = sys.stdout, sys.stderr
+    with pytest.raises(KeyboardInterrupt):
+        trace(folder, range(10), folder / "modeling_tiny.py")
+    assert (sys.stdout, sys.stderr) == before
+
+
+def test_what_a_reference_prints_goes_to_stderr(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Before our JSON it would be no JSON. What is told of the progress goes where it went before."""
+    source = TINY.replace(MADE, f"        print('\\x1b[31mrun')\n{MADE}") + "\n\nprint('import')\n"
+    folder = tiny(source=source)
+    reference(folder, folder / "modeling_tiny.py").trace(range(10), lambda stage: print("done", stage))
+    seen = capsys.readouterr()
+    assert seen.out.split("\n") == [
+        f"done {s}" for s in ("embedding", *map("layer {}".format, range(3)), "norm", "head")
+    ] + [""]
+    assert seen.err.startswith("import\n") and "\x1b[31mrun\n" in seen.err
+
+
+UNTIDY = """
+import os, random, sys
+import numpy
+
+
+def untidy():
+    sys.stdout = sys.stderr = None
+    os.chdir("/")
+    torch.set_default_dtype(torch.float64)
+    for module in (random, numpy.random, torch.random):
+        getattr(module, "manual_seed", getattr(module, "seed", None))(1)
+"""
+
+
+@pytest.mark.parametrize("when", ["import", "run"])
+def test_the_process_is_left_as_it_was(
+    when: str, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = TINY + UNTIDY
+    source = f"{source}\n\nuntidy()\n" if when == "import" else source.replace(MADE, f"        untidy()\n{MADE}")
+    folder = tiny(source=source)
+    monkeypatch.chdir(tmp_path)
+
+    def state() -> tuple[Any, ...]:
+        numbers = np.random.get_state()[1]
+        seeds = random.getstate(), numbers.tobytes(), torch.get_rng_state().tolist()  # type: ignore[union-attr]
+        return sys.stdout, sys.stderr, Path.cwd(), torch.get_default_dtype(), seeds
+
+    before = state()
+    trace(Path(folder.name), range(10), f"{folder.name}/modeling_tiny.py")  # relative paths
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (MADE, "        return None\n" + MADE, "head of the reference is NoneType, not numbers for each token"),
+        (MADE, "        return Output(x.argmax(-1))\n" + MADE, "head of the reference is torch.int64 [1, 10]"),
+        (MADE, "        return Output(x.sum())\n" + MADE, "head of the reference is torch.float32 []"),
+        (
+            MADE,
+            "        return Output(x[:, 1:])\n" + MADE,
+            "head of the reference is of 9 tokens, not of the canvas's 10",
+        ),
+        (MADE, "        x = x / 0\n" + MADE, "head of the reference has numbers that are not finite in float32"),
+        (MADE, "        x[0, 3, 2] = torch.nan\n" + MADE, "head of the reference has numbers that are not finite"),
+        ("x = self.norm(x)", "x = self.norm(x / (x.shape[1] < 10))", "norm of the reference has numbers that are not"),
+        (
+            "x = layer(x, attention_mask)[0]",
+            "x = layer(x, attention_mask)[0] / (x.shape[1] < 10)",
+            "layer 1 of the reference has numbers that are not finite",
+        ),
+        ("x = self.embed(input_ids)", "x = self.embed(input_ids) * torch.inf", "layer 0 of the reference has numbers"),
+        (
+            MADE,
+            "        if x.dtype == torch.float64:\n            x = x * torch.nan\n" + MADE,
+            "Once more in float64, the reference has numbers that are not finite: leave the yardstick out with",
+        ),
+        (
+            MADE,
+            "        if x.dtype == torch.float64:\n            return None\n" + MADE,
+            "TinyModelLM of modeling_tiny.py cannot be run on 10 tokens",
+        ),
+    ],
+)
+def test_what_is_no_number(old: str, new: str, words: str, tiny: Callable[..., Path]) -> None:
+    folder = tiny(source=TINY.replace(old, new))
+    text = sentence(trace, folder, range(10), folder / "modeling_tiny.py")
+    assert text.startswith(words)
+
+
+# --- the yardstick of what is made outside of the layers
+
+
+def angles_of(seen: Reference) -> list[tuple[Any, Any]]:
+    """What free modules made, and what the yardstick's layer was given in its place."""
+    made: list[Any] = []
+    init = side._Recorder.__init__
+
+    def remember(self: Any, *args: Any) -> None:
+        init(self, *args)
+        made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side._Recorder, "__init__", remember)
+        seen.trace(list(range(48)))
+    return list(made[0].exact.values())
+
+
+def test_angles_are_made_in_float64_from_their_frequencies(goldens: Path) -> None:
+    """transformers makes them once in float32 for all layers, and they round by more the further a position is."""
+    for name in ("block/sdar-b4", "a2d/gemma3-grow/run", "llada_dream/modernbert-tiny"):
+        seen = reference(goldens / name)
+        pairs, config = angles_of(seen), seen._skeleton.model.config
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kinds = config.rope_parameters
+        ropes = [kinds] if "rope_theta" in kinds else list(kinds.values())
+        tables = []
+        for rope in ropes:
+            frequencies = float(rope["rope_theta"]) ** (-np.arange(0, size, 2) / size) / rope.get("factor", 1)
+            angles = np.arange(48)[:, None] * frequencies
+            tables += [np.cos(angles), np.sin(angles)]
+        pairs = [pair for pair in pairs if pair[0].shape[-1] == size]
+        assert len(pairs) == len(tables) == (2 if "sdar" in name else 4)
+        for narrow, wide in pairs:
+            assert narrow.dtype == torch.float32 and wide.dtype == torch.float64
+            exact = wide[0, :, : size // 2].numpy()
+            assert min(np.abs(exact - table).max() for table in tables) < 1e-13
+            assert 1e-8 < float((narrow - wide).abs().max()) < 1e-4
+
+
+def test_far_positions_round_more(tmp_path: Path) -> None:
+    """As they do in any float32: an error of the angles must not look like one of the model."""
+    twin(tmp_path, "a2d_qwen3")
+    edit_json(tmp_path / "config.json", max_position_embeddings=4096)
+    ids = (np.arange(1024) % VOCAB).tolist()
+    means = []
+    for exact in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not exact:
+                patch.setattr(side._Recorder, "_make_exactly", lambda *args: None)
+            rounding = trace(tmp_path, ids).layers[0].rounding
+        assert rounding is not None
+        means.append(rounding[1])
+    assert means[0] > 1.5 * means[1]
+
+
+def test_buffers_that_are_random_or_cannot_be_made_in_float64_are_cast(tiny: Callable[..., Path]) -> None:
+    made = "        self.embed = "
+    source = TINY.replace(
+        made,
+        "        self.register_buffer('noise', torch.rand(4), persistent=False)\n"
+        "        self.register_buffer('third', torch.ones(1) / 3, persistent=False)\n" + made,
+    )
+    folder = tiny(source=source)
+    exact = reference(folder, folder / "modeling_tiny.py")._skeleton.exact
+    assert {name: value.dtype for (_, name), value in exact.items()} == {"third": torch.float64}
+    assert float(next(iter(exact.values()))) == 1 / 3
+    failing = "        assert torch.get_default_dtype() == torch.float32\n"
+    folder = tiny(source=source.replace(made, failing + made))
+    seen = reference(folder, folder / "modeling_tiny.py")
+    assert seen._skeleton.exact == {}
+    check_roundings(seen.trace(range(10)))
 
 
 # --- the checkpoint's own code

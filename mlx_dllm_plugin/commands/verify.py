@@ -304,7 +304,7 @@ def _progress(total: int | None, *, quiet: bool) -> Iterator[Callable[[str], Non
 
     silent = quiet or not sys.stderr.isatty()
     shape = "{n_fmt} {desc}" if total is None else "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} {desc}"
-    with tqdm(total=total, disable=silent, leave=False, bar_format=shape) as bar:
+    with tqdm(total=total, disable=silent, leave=False, bar_format=shape, mininterval=0) as bar:
 
         def advance(what: str) -> None:
             bar.set_description_str(what, refresh=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import os
+import random
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -146,12 +148,54 @@ def _dynamic(name: str, path: Path, file: Path) -> type:
 @contextlib.contextmanager
 def _importing(file: Path) -> Iterator[None]:
     try:
-        yield
+        with silenced(str(file)):
+            yield
+    except DiffusionError:
+        raise
     except Exception as error:
         raise DiffusionError(
             f"{file} cannot be imported ({said(error)}): install what it needs, or mend a copy of it and give that "
             "with --reference FILE."
         ) from error
+
+
+@contextlib.contextmanager
+def silenced(name: str = "The reference") -> Iterator[None]:
+    """
+    Code of a reference is imported or run in here: what it prints goes to stderr, since stdout may be read as JSON, and
+    the streams, the working directory, the types and the random numbers of this process are afterwards what they were.
+
+    Args:
+        name: of the code, for the sentence.
+
+    Raises:
+        DiffusionError: it calls ``sys.exit``.
+    """
+    import numpy as np
+    import torch
+
+    streams, folder = (sys.stdout, sys.stderr), None
+    with contextlib.suppress(OSError):  # a directory that is no more
+        folder = os.getcwd()
+    seeds = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    dtype = torch.get_default_dtype()
+    sys.stdout = sys.stderr
+    try:
+        yield
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else ""
+        raise DiffusionError(
+            f"{name} ended the program (sys.exit({code})): remove that from a copy of the file and give the copy with "
+            "--reference FILE."
+        ) from error
+    finally:
+        sys.stdout, sys.stderr = streams
+        if folder is not None:
+            os.chdir(folder)
+        random.setstate(seeds[0])
+        np.random.set_state(seeds[1])
+        torch.set_rng_state(seeds[2])
+        torch.set_default_dtype(dtype)
 
 
 def said(error: BaseException) -> str:
@@ -226,8 +270,10 @@ def _config(checkpoint: Checkpoint, model_class: type, file: Path, config_class:
     try:
         if config_class is None:
             return SimpleNamespace(**values)
-        with quiet():
+        with silenced(file.name), quiet():
             return config_class.from_dict(values) if hasattr(config_class, "from_dict") else config_class(**values)
+    except DiffusionError:
+        raise
     except Exception as error:
         raise DiffusionError(
             f"{config_class.__name__} of {file.name} does not take the settings of "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +20,7 @@ from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, DiffusionError
 from ..layerwise import block_of
 from ..spec import DiffusionSpec
-from .find import Found, mask_makers, quiet, said
+from .find import Found, mask_makers, quiet, said, silenced
 from .hf import Files, Source, is_computed
 from .trace import Stage, Trace
 
@@ -31,6 +32,7 @@ Dtype = Literal["float32", "checkpoint"]
 Yardstick = Literal["float64", "mps", "none"]
 
 _REACH = 8  # columns of the canvas on which bidirectional attention is checked
+_SAME = 1e-2  # relative: two types of number are no further apart
 _REACHED = 1e-5  # of the states' spread: what another token changes at least; rounding changes less
 
 
@@ -57,12 +59,16 @@ class _Skeleton:
         layers: its decoder layers.
         outer: modules outside of them that have parameters or buffers of their own.
         slots: the weights of each layer and outer module.
+        free: modules outside of the layers without parameters, such as those that make the angles of a rope.
+        exact: buffers that the modules have computed in float64, by module and name.
     """
 
     model: Any
     layers: list[Any]
     outer: list[Any]
+    free: list[Any]
     slots: dict[Any, list[_Slot]] = field(default_factory=dict)
+    exact: dict[tuple[Any, str], Any] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -99,10 +105,46 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors of a structure."""
+    found: list[torch.Tensor] = []
+    _mapped(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
 def _first(value: Any) -> torch.Tensor:
     """The hidden states among what a layer takes or returns."""
     found: torch.Tensor = value[0] if isinstance(value, (tuple, list)) else value
     return found
+
+
+def _checked(part: str, value: Any, length: int | None) -> torch.Tensor:
+    """
+    What a part of the reference has made.
+
+    Args:
+        part: its name.
+        value: [1, T, D] or [T, D], if all is well.
+        length: T; None: any.
+
+    Raises:
+        DiffusionError: something else, or numbers that are not finite.
+    """
+    import torch
+
+    other = "give another modeling file with --reference FILE."
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim < 2:
+        kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise DiffusionError(f"{part} of the reference is {kind}, not numbers for each token: {other}")
+    rows = value.shape[:-1].numel()
+    if length is not None and rows != length:
+        raise DiffusionError(f"{part} of the reference is of {rows} tokens, not of the canvas's {length}: {other}")
+    if not bool(value.isfinite().all()):
+        raise DiffusionError(
+            f"{part} of the reference has numbers that are not finite in {str(value.dtype).removeprefix('torch.')}: "
+            f"look for such weights, leave out --dtype checkpoint, or {other}"
+        )
+    return value
 
 
 class _Stop(Exception):
@@ -176,11 +218,13 @@ class _Precision:
         return value.double() if self.wide and value.is_floating_point() else value
 
     @contextlib.contextmanager
-    def buffers(self, modules: Sequence[Any]) -> Iterator[None]:
-        """The modules' buffers cast; as they were afterwards."""
+    def buffers(self, modules: Sequence[Any], skeleton: _Skeleton) -> Iterator[None]:
+        """The modules' buffers as they are in float64 when the modules compute them so, else cast; as they were
+        afterwards."""
         kept = [(m, name, value) for m in modules for name, value in m._buffers.items() if value is not None]
         for module, name, value in kept:
-            module._buffers[name] = self.cast(value)
+            exact = skeleton.exact.get((module, name)) if self.wide else None
+            module._buffers[name] = self.cast(value) if exact is None else exact
         try:
             yield
         finally:
@@ -304,7 +348,7 @@ class _Probe(_Visitor):
     def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         self.loader.drop(self.skeleton.slots[module])
         if module is self.skeleton.layers[0]:
-            self.states = _first(out)[0]
+            self.states = _checked("layer 0", _first(out), None)[0]
             raise _Stop
 
 
@@ -332,6 +376,7 @@ class _Recorder(_Visitor):
         self.inputs: Any = None
         self.experts: Any = None  # [T, K] that the layer has chosen
         self.picked: Any = None  # what its last topk has
+        self.exact: dict[int, tuple[Any, Any]] = {}  # what free modules made, and that in the yardstick, by id
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.again:
@@ -342,9 +387,15 @@ class _Recorder(_Visitor):
                 self.norm_module = module
             return
         if self.embedding is None:
-            self.embedding = _entering(args, kwargs).clone()
+            self.embedding = _checked("embedding", _entering(args, kwargs), self.length).clone()
             self.on_stage("embedding")
-        self.inputs = _mapped((args, kwargs), lambda value: value.clone())
+        states = _entering(args, kwargs)
+
+        def kept(value: torch.Tensor) -> torch.Tensor:
+            made, exact = self.exact.get(id(value), (None, value))
+            return exact.clone() if made is value and value is not states else value.clone()
+
+        self.inputs = _mapped((args, kwargs), kept)
         self.experts = self.picked = None
         if self.top_k is not None:
             self.handles += [
@@ -357,15 +408,40 @@ class _Recorder(_Visitor):
         if self.again:
             return
         if module in self.number:
-            states, experts = _first(out), self._chosen()
+            states, experts = _checked(f"layer {self.number[module]}", _first(out), self.length), self._chosen()
             self.returned = _mapped(out, lambda value: value.clone())
             rounding = self._rounding(module, states, experts) if self.precision is not None else None
             self.layers.append(Stage(_numbers(states), rounding, None if experts is None else experts.cpu().numpy()))
             self.on_stage(f"layer {self.number[module]}")
         elif module is self.norm_module and self.norm is None:
-            self.norm = _first(out).clone()
+            self.norm = _checked("norm", _first(out), self.length).clone()
             self.on_stage("norm")
         self.loader.drop(self.skeleton.slots[module])
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        with super().attached():
+            if self.precision is not None:
+                self.handles += [
+                    part.register_forward_hook(self._make_exactly, with_kwargs=True) for part in self.skeleton.free
+                ]
+            yield
+
+    def _make_exactly(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """What layers are given beside the states, such as the angles of a rope, is made here and there: what it is
+        rounded by, which grows with the position, belongs to the yardstick."""
+        if self.again or len(self.layers) == len(self.skeleton.layers):
+            return
+        assert self.precision is not None
+        args, kwargs = _mapped((args, kwargs), self.precision.cast)
+        self.again = True
+        try:
+            with self.precision.buffers([module], self.skeleton), self.precision.active(self.loader):
+                exact = module(*args, **kwargs)
+        finally:
+            self.again = False
+        for made, wide in zip(_tensors(out), _tensors(exact), strict=True):
+            self.exact[id(made)] = (made, wide)
 
     def _rounding(self, module: Any, states: Any, experts: Any) -> tuple[float, float] | None:
         """The layer once more, with the same input, in what the yardstick is computed in."""
@@ -378,7 +454,7 @@ class _Recorder(_Visitor):
         self.inputs = self.experts = self.picked = None
         self.again = True
         try:
-            with self.precision.buffers(list(module.modules())), self.precision.active(self.loader):
+            with self.precision.buffers(list(module.modules()), self.skeleton), self.precision.active(self.loader):
                 exact = _first(module(*args, **kwargs))
         finally:
             self.again = False
@@ -427,7 +503,7 @@ class _Outside(_Visitor):
                 self.embedding = _entering(args, kwargs).clone()
             return
         self.loader.load(self.skeleton.slots[module], self.dtype, self.device)
-        self.open[module] = self.precision.buffers([module])
+        self.open[module] = self.precision.buffers([module], self.skeleton)
         self.open[module].__enter__()
 
     def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
@@ -476,6 +552,11 @@ def _difference(
     error = error.reshape(-1, error.shape[-1])
     if same is not None:
         error = error[same]
+    if not bool(error.isfinite().all()):
+        raise DiffusionError(
+            "Once more in float64, the reference has numbers that are not finite: leave the yardstick out with "
+            "--yardstick none."
+        )
     return (float(error.max()), float(error.mean())) if error.numel() else None
 
 
@@ -523,7 +604,8 @@ class Reference:
         self._dtype = torch.float32 if dtype == "float32" else None
         precisions = {"float64": _Precision(), "mps": _Precision("mps", wide=False), "none": None}
         self._precision = precisions[yardstick]
-        self._files = Files(checkpoint)
+        # Absolute: code of the reference may leave the directory.
+        self._files = Files(Checkpoint(checkpoint.path.absolute(), checkpoint.config))
         self._loader = _Loader(self._files)
         self._ways = list(self._possible())
         self._skeleton, self._way = self._first_built()
@@ -549,9 +631,15 @@ class Reference:
         if not self._settled:
             self._settle(ids)
         top_k = self.checkpoint.config.get("num_experts_per_tok")
-        recorder = _Recorder(self._skeleton, self._loader, self._dtype, self._precision, top_k, len(ids), on_stage)
+        out = sys.stdout
+
+        def tell(stage: str) -> None:
+            with contextlib.redirect_stdout(out):  # code of the reference has none
+                on_stage(stage)
+
+        recorder = _Recorder(self._skeleton, self._loader, self._dtype, self._precision, top_k, len(ids), tell)
         with self._failing(len(ids)):
-            logits = self._forward(self._way, ids, recorder)
+            logits = _checked("head", self._forward(self._way, ids, recorder), len(ids))
         if len(recorder.layers) != len(self._skeleton.layers) or recorder.norm is None:
             raise DiffusionError(
                 f"{self.found.name} did not run its {len(self._skeleton.layers)} layers and a final norm one after "
@@ -562,11 +650,11 @@ class Reference:
             outside = _Outside(self._skeleton, self._loader, recorder, self._precision)
             with self._failing(len(ids)), self._precision.active(self._loader):
                 exact = self._forward(self._way, ids, outside)
-            roundings = (
-                _difference(outside.embedding, recorder.embedding),
-                _difference(outside.norm, recorder.norm),
-                _difference(exact, logits),
-            )
+                roundings = (
+                    _difference(outside.embedding, recorder.embedding),
+                    _difference(outside.norm, recorder.norm),
+                    _difference(exact, logits),
+                )
         on_stage("head")
         return Trace(
             reference=self.found.name,
@@ -653,20 +741,10 @@ class Reference:
         return sees_ahead and not bool(by_last[:start].any()) and bool(by_first[min(block or 1, length - 1) :].any())
 
     def _build(self, attention: str | None) -> _Skeleton:
-        import copy
-
         import torch
         from transformers import PreTrainedModel
 
-        model_class: Any = self.found.model_class
-        config = copy.deepcopy(self.found.config)
-        with _without_weights(), quiet(), _for_older_code(model_class if self.found.own else None):
-            if issubclass(model_class, PreTrainedModel):
-                config._experts_implementation = "eager"
-                model = model_class._from_config(config, dtype=torch.float32, attn_implementation=attention)
-            else:
-                model = model_class(config)
-        model.eval()
+        model = self._made(attention, torch.float32)
         settings = self.checkpoint.config
         count = next((settings[key] for key in ("num_hidden_layers", "n_layers", "n_layer") if settings.get(key)), None)
         layers = _layers(model, count)
@@ -677,7 +755,8 @@ class Reference:
             )
         inside = {module for layer in layers for module in layer.modules()}
         outer = [m for m in model.modules() if m not in inside and (_any(m._parameters) or _any(m._buffers))]
-        skeleton = _Skeleton(model, layers, outer)
+        free = [m for m in model.modules() if m not in inside and next(m.parameters(), None) is None]
+        skeleton = _Skeleton(model, layers, outer, free)
         names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         shared: dict[int, list[str]] = {}
         for name, value in model.named_parameters(remove_duplicate=False):
@@ -688,7 +767,47 @@ class Reference:
         for part in (*layers, *outer):
             modules = part.modules() if part in inside else (part,)
             skeleton.slots[part] = [slot for module in modules for slot in self._slots(module, names[module], shared)]
+        if self._precision is not None and self._precision.wide:
+            self._add_exact(skeleton, attention)
         return skeleton
+
+    def _made(self, attention: str | None, dtype: torch.dtype) -> Any:
+        """The model of torch, without weights."""
+        import copy
+
+        from transformers import PreTrainedModel
+
+        model_class: Any = self.found.model_class
+        config = copy.deepcopy(self.found.config)
+        older = _for_older_code(model_class if self.found.own else None)
+        with silenced(self.found.name), _without_weights(), quiet(), older:
+            if issubclass(model_class, PreTrainedModel):
+                config._experts_implementation = "eager"
+                model = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
+            else:
+                model = model_class(config)
+            return model.eval()
+
+    def _add_exact(self, skeleton: _Skeleton, attention: str | None) -> None:
+        """Buffers of a model that is made in float64, such as a rope's frequencies: not those that are stored, nor
+        those that are others each time, such as random ones."""
+        import torch
+
+        assert self._precision is not None
+        try:
+            with self._precision.active(self._loader):
+                model = self._made(attention, torch.float64)
+        except Exception:  # a class that cannot be made so: its buffers are cast
+            return
+        stored = {(slot.owner, slot.name) for slots in skeleton.slots.values() for slot in slots}
+        wide = dict(model.named_modules())
+        for path, module in skeleton.model.named_modules():
+            for name, value in module._buffers.items():
+                exact = wide[path]._buffers.get(name) if path in wide else None
+                if value is None or exact is None or (module, name) in stored or not value.is_floating_point():
+                    continue
+                if exact.shape == value.shape and torch.allclose(exact.double(), value.double(), rtol=_SAME, atol=0):
+                    skeleton.exact[module, name] = exact.double()
 
     def _slots(self, module: Any, prefix: str, shared: dict[int, list[str]]) -> Iterator[_Slot]:
         for name, value in module._parameters.items():
@@ -731,9 +850,9 @@ class Reference:
         accepted = inspect.signature(model.forward).parameters
         made = mask if block_of(self.spec) else None
         lent = self._loader.mode(_Lent(visitor))
-        with torch.no_grad(), quiet(), visitor.attached(), self._masked(way, made), lent:
+        with silenced(self.found.name), torch.no_grad(), quiet(), visitor.attached(), self._masked(way, made), lent:
             out = model(**{key: value for key, value in given.items() if key in accepted})
-        logits = getattr(out, "logits", None)
+            logits = getattr(out, "logits", None)
         return _first(out) if logits is None else logits
 
     @contextlib.contextmanager
