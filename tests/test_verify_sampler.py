@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,6 +27,7 @@ from mlx_dllm_plugin.spec import DiffusionSpec
 from mlx_dllm_plugin.verify import sampler
 from mlx_dllm_plugin.verify.sampler import Comparison, compare
 from mlx_dllm_plugin.verify.stand_in import Answers, stand_in
+from mlx_dllm_plugin.verify.steps import compare_steps
 
 torch = pytest.importorskip("torch")
 
@@ -110,6 +114,13 @@ def run(found: Any, model: Any, prompt: list[int] = PROMPT, n: int = 16, **setti
     return compare(found, model, model.diffusion_spec, prompt, max_tokens=n, settings=settings)
 
 
+def assert_same_steps(found: Comparison) -> None:
+    """A right reference: every step here that writes something was seen there."""
+    assert found.first_step_difference is None and found.difference == ""
+    assert found.our_forwards - 3 <= found.steps_compared <= found.our_forwards + 3
+    assert not any("no later step" in note or "only the output" in note for note in found.notes)
+
+
 @cache
 def golden(folder: Path) -> tuple[Any, dict[str, Any]]:
     model, _ = load_model(folder)
@@ -138,7 +149,9 @@ def test_sdar(name: str, goldens: Path) -> None:
     assert found.settings["temperature"] == 1.0 and found.settings["mask_id"] == 323
     assert "fails at temperature 0" in found.notes[0]
     # Its mask hides something where the prompt has several blocks.
-    assert len(found.notes) == 1 + (len(case["prompt_ids"]) >= 2 * case["settings"]["block_length"])
+    numbers = "numbers 0 and 1" in " ".join(found.notes)
+    assert numbers == (len(case["prompt_ids"]) >= 2 * case["settings"]["block_length"])
+    assert_same_steps(found)
 
 
 def test_sdar_with_more_than_the_masks(goldens: Path) -> None:
@@ -164,9 +177,10 @@ def test_llada(name: str, goldens: Path) -> None:
     prompt = case["prompt_ids"][0]
     found = run(published("llada"), model, prompt, case["settings"]["gen_length"], **settings)
     wanted = case["output_ids"][0][len(prompt) :]
-    assert found.first_difference is None and not found.notes
+    assert found.first_difference is None
     assert found.reference_tokens == found.our_tokens == wanted[: len(found.our_tokens)]
     assert found.forwards == case["settings"]["steps"]
+    assert_same_steps(found)
 
 
 class LLaDA2(torch.nn.Module):
@@ -236,7 +250,8 @@ def test_llada2(name: str, goldens: Path) -> None:
         case["settings"]["gen_length"],
         **settings,
     )
-    assert found.function == "LLaDA2.generate" and not found.notes
+    assert found.function == "LLaDA2.generate"
+    assert_same_steps(found)
     assert found.reference_tokens == found.our_tokens == case["output_ids"]
     assert found.first_difference is None
     assert found.forwards == case["nfe"] >= found.our_forwards
@@ -292,6 +307,7 @@ def test_dream(name: str, goldens: Path) -> None:
     assert found.first_difference is None and found.function == "Dream.diffusion_generate"
     assert found.reference_tokens == found.our_tokens == wanted[: len(found.our_tokens)]
     assert found.forwards == case["settings"]["steps"]
+    assert_same_steps(found)
 
 
 class FastDLLM(torch.nn.Module):
@@ -358,6 +374,7 @@ def test_fast_dllm_v2(goldens: Path) -> None:
     found = run(Found(model_class=FastDLLM), model, case["prompt_ids"], 64, threshold="0.3")
     assert found.first_difference is None and found.settings["max_new_tokens"] == 96
     assert found.our_tokens[: len(case["output_ids"])] == case["output_ids"][: len(found.our_tokens)]
+    assert_same_steps(found)
 
 
 # Faults are found where they are
@@ -436,6 +453,223 @@ def test_an_end_of_sequence_may_be_left_out(of_source: Callable[[str], Found]) -
     for length, difference in ((end + 1, None), (end, None), (end - 1, end - 1)):
         found = run(of_source(source.replace("    return x\n", f"    return x[:, : length + {length}]\n")), model)
         assert found.first_difference == difference
+
+
+# The steps
+
+
+LADDER = """
+def generate(model, prompt, gen_length, mask_id, steps=16, threshold=0.9):
+    x = torch.cat([prompt, torch.full((1, gen_length), mask_id)], dim=1)
+    while (masked := x == mask_id).any():
+        p, tokens = model(x).logits.softmax(-1).max(-1)
+        p = p.masked_fill(~masked, -1)
+        CHOOSE
+        x[0, at] = tokens[0, at]
+    return x
+"""
+BEST = "at = p[0].topk(1).indices"
+
+
+def confident() -> Any:
+    """A model whose tokens depend on their places alone, so that any order writes the same ones."""
+    model = tiny(defaults={"max_tokens": 16})
+    head = model.diffusion_family.head
+    places = model.diffusion_family.hidden
+
+    def hidden(model: Any, ids: mx.array, caches: Any) -> mx.array:
+        return places(model, mx.full(ids.shape, 3), caches)
+
+    family = replace(model.diffusion_family, hidden=hidden, head=head)
+    return Words(layers=[], saw=[], caches=None, diffusion_spec=model.diffusion_spec, diffusion_family=family)
+
+
+@pytest.mark.parametrize(
+    ("choose", "step"),
+    [
+        (BEST, None),
+        ("at = p[0].topk(min(2, int(masked.sum()))).indices", 1),
+        ("at = p[0].topk(1 + (int(masked.sum()) == 4)).indices", 13),
+        ("at = masked[0].nonzero()[:1, 0]", 1),
+        ("at = masked[0].nonzero()[:, 0]", 1),
+    ],
+)
+def test_the_same_tokens_in_another_order(choose: str, step: int | None, of_source: Callable[[str], Found]) -> None:
+    found = run(of_source(LADDER.replace("CHOOSE", choose)), confident())
+    assert found.first_difference is None and found.reference_tokens == found.our_tokens
+    if step is None:
+        assert found.difference == "" and found.steps_compared == 16
+        return
+    wrong = found.first_step_difference
+    assert wrong is not None and wrong.step == step == found.steps_compared + 1
+    assert {wrong.there, wrong.here} - {None} == {found.our_tokens[wrong.token]}
+    there, here = ("still masked" if id is None else id for id in (wrong.there, wrong.here))
+    assert found.difference == (
+        f"the tokens are the same, and they are not written in the same steps: after step {step}, token {wrong.token} "
+        f"of the output is {there} there and {here} here"
+    )
+
+
+def test_an_off_by_one_that_no_token_tells(of_source: Callable[[str], Found]) -> None:
+    """Of SDAR's schedule: one more in the first step."""
+    source = (REFERENCES / "generate_sdar.py").read_text()
+    wrong = source.replace("(i < block_length % denoising_steps)", "(i < (block_length + 1) % denoising_steps)")
+    assert wrong != source
+    model = confident()
+    spec = replace(model.diffusion_spec, attention="block_causal", canvas="growing", unmasking="low_confidence_static")
+    model.diffusion_spec = replace(spec, defaults={"max_tokens": 16, "block_length": 4})
+    for text, step in ((source, None), (wrong, 1)):
+        found = run(of_source(text), model, [3, 1, 4, 1])
+        assert found.first_difference is None
+        assert (found.first_step_difference and found.first_step_difference.step) == step
+
+
+def test_canvases_that_say_nothing(of_source: Callable[[str], Found]) -> None:
+    """Repeated ones, the prompt alone, and those of guidance, in which it is masked."""
+    shown = LADDER.replace("CHOOSE", f"model(x); model(prompt); model(torch.full_like(x, mask_id)); {BEST}")
+    found = run(of_source(shown), confident())
+    assert found.difference == "" and found.steps_compared == 16 and found.forwards == 64
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "note"),
+    [
+        (
+            "model(x).logits",
+            "model(torch.cat([x[:, :1] * 0, x[:, 1:]], dim=1)).logits",
+            "generate shows its model no canvas that begins with the prompt: only the output was compared, not its "
+            "steps.",
+        ),
+        (
+            "    while",
+            "    p, tokens = model(x).logits.softmax(-1).max(-1)\n"
+            "    at = p[0, 5:].argmax() + 5\n"
+            "    y = x.clone()\n"
+            "    y[0, at] = tokens[0, at]\n"
+            "    model(y)\n"
+            "    while",
+            "generate changes what it has written: no later step than 1 was compared.",
+        ),
+    ],
+)
+def test_steps_that_cannot_be_compared(old: str, new: str, note: str, of_source: Callable[[str], Found]) -> None:
+    found = run(of_source(LADDER.replace("CHOOSE", BEST).replace(old, new, 1)), confident())
+    assert found.difference == "" and note in found.notes
+
+
+def test_equal_probabilities_may_be_ranked_either_way(of_source: Callable[[str], Found]) -> None:
+    model = confident()
+    head = mx.zeros((16, VOCAB)) + (mx.arange(VOCAB) == 7) * 2.0
+    model.diffusion_family = replace(
+        model.diffusion_family, head=lambda model, states: mx.abs(states) @ head * 0 + head[0] * 2
+    )
+    last = "at = masked[0].nonzero()[-1:, 0]"
+    found = run(of_source(LADDER.replace("CHOOSE", last)), model)
+    assert found.difference == "" and found.steps_compared == 0
+    assert found.notes[0].startswith("in step 1, generate chooses among positions whose probabilities differ by roundi")
+    found = run(of_source(LADDER.replace("CHOOSE", "at = masked[0].nonzero()[-2:, 0]")), model)
+    assert found.first_step_difference is not None  # how many is no matter of rounding
+
+
+M = MASK
+
+
+@pytest.mark.parametrize(
+    ("canvases", "output", "compared", "note"),
+    [
+        ([[1, M, M, M, M]], [5, EOS], 1, ""),  # the output is cut, and its only step wrote more
+        ([[1, M, M, M, M], [1, 5, EOS, EOS, EOS]], [5, EOS], 0, "generate fills what follows an end of sequence: no "),
+        ([[1, M, M, M, M], [1, 5, EOS, 6, 8]], [5, EOS], 0, "in step 1, generate chooses among positions whose prob"),
+    ],
+)
+def test_steps_that_differ_for_a_reason(canvases: Any, output: list[int], compared: int, note: str) -> None:
+    half = torch.zeros(1, 5, VOCAB)
+    half[..., 2:] = -torch.inf  # of two tokens each has a half, as the threshold
+    answers: Any = SimpleNamespace(
+        name="generate", canvases=[np.array([one]) for one in canvases], logits=lambda rows, start: half
+    )
+    planned: Any = SimpleNamespace(
+        **{"mask_token_id": M, "eos": {EOS}, "values": {"threshold": 0.5}, "cfg_scale": 0, "shifted": False},
+        **{"suppressed": (), "late": (), "rule": SimpleNamespace(edit=None, revise=None)},
+    )
+    tokens = (5, EOS, 6) if compared else (5, EOS)
+    commits: Any = [SimpleNamespace(positions=range(1, 1 + len(tokens)), tokens=tokens)]
+    found = compare_steps(answers, planned, [1], commits, output)
+    assert found.difference is None and found.compared == compared and found.note.startswith(note)
+    assert bool(found.note) == bool(note)
+
+
+def test_a_rule_that_edits_has_no_steps_to_compare(of_source: Callable[[str], Found]) -> None:
+    found = run(of_source(LLADA21), tiny(block=4), editing_threshold="1", threshold="0.7")
+    assert found.steps_compared == 0
+    assert (
+        "the unmasking rule joint_threshold changes what it has written: only the output was compared, not its steps."
+        in found.notes
+    )
+
+
+# What was not exercised
+
+
+def test_a_threshold_that_decides_nothing(of_source: Callable[[str], Found]) -> None:
+    """A wrong one of the reference is the same then: the note says so, and another one finds it."""
+    rule = "at = (p[0] > threshold).nonzero()[:, 0]; at = at if len(at) else p[0].topk(1).indices"
+    right, wrong = (of_source(LADDER.replace("CHOOSE", text)) for text in (rule, rule.replace("threshold)", "9)")))
+    model = tiny()
+    for reference in (right, wrong):
+        found = run(reference, model, threshold="1.5")
+        assert found.difference == ""
+        assert found.notes[0] == (
+            "no position was above the threshold 1.5: this run says nothing about it; try --set threshold=0.3."
+        )
+    assert run(right, model, threshold="0.3").difference == "" != run(wrong, model, threshold="0.3").difference
+    found = run(right, model, threshold="0.01")
+    assert found.notes[0] == (
+        "every position was above the threshold 0.01: nothing below it was compared; try --set threshold=0.95."
+    )
+
+
+def test_a_threshold_that_decides_little() -> None:
+    one, two = [SimpleNamespace(token=np.log(0.99))], [SimpleNamespace(token=np.log(0.5))]
+    planned = SimpleNamespace(
+        stages=[SimpleNamespace(counts=(), start=0, end=8)],
+        **{"values": {"threshold": 0.9}, "block_length": None, "eos": frozenset()},
+        rule=SimpleNamespace(uses=frozenset()),
+    )
+    asked: Any = SimpleNamespace(names=["confidence_threshold"])
+
+    def notes(*steps: Any) -> list[str]:
+        result: Any = SimpleNamespace(commits=[SimpleNamespace(logprobs=step) for step in steps], finish_reason="stop")
+        return list(sampler._not_exercised(asked, planned, result))  # type: ignore[arg-type]
+
+    words = "{} of 5 steps the threshold 0.9 wrote more than the rule must: this run says {} about it; try --set "
+    assert notes(one, two, two, two, two) == [f"in {words.format(0, 'nothing')}confidence_threshold=0.3."]
+    assert notes(one * 2, two, two, two, two) == [f"in {words.format(1, 'little')}confidence_threshold=0.3."]
+    assert notes(one * 2, one * 3, two, two, two) == []
+
+
+def test_a_schedule_of_single_tokens_and_no_end() -> None:
+    notes = (
+        "the schedule has one token for every step: how it shares tokens among fewer steps was not compared; try --set "
+        "steps=14.",
+        "no end of sequence was written: how the reference stops was not compared.",
+    )
+    assert run(published("llada"), tiny()).notes == notes
+    assert run(published("llada"), tiny(), steps="14").notes == notes[1:]
+    tokens = run(published("llada"), tiny()).our_tokens
+    assert run(published("llada"), tiny(eos_token_ids=(tokens[-1],)), steps="14").notes == ()
+
+
+def test_sdar_is_asked_to_stop(of_source: Callable[[str], Found], goldens: Path) -> None:
+    """And one that finds an end in the prompt ends too soon."""
+    model, cases = golden(goldens / "block" / "sdar-b4")
+    prompt = [318, *cases["stop_ids"]["prompt_ids"][1:]]
+    source = (REFERENCES / "generate_sdar.py").read_text()
+    wrong = source.replace("stop in x[0, length:last]", "stop in x[0, :last]")
+    assert wrong != source
+    found = run(published("sdar"), model, prompt, 16)
+    assert found.difference == "" and found.settings["stopping_criteria_idx"] == [316, 318]
+    assert run(of_source(wrong), model, prompt, 16).difference
 
 
 # Settings
@@ -532,6 +766,9 @@ def test_a_sampler_that_edits(of_source: Callable[[str], Found]) -> None:
         ({"remasking": "random"}, "The unmasking rule 'random' picks positions at random, which cannot be compared"),
         ({"remasking": "worst"}, "Unknown unmasking rule 'worst'; known are: "),
         ({"mask_id": "99"}, "mask_token_id must be an id within the embedding of 32 rows (0 to 31), got 99"),
+        ({"steps": "0.25"}, "--set steps=0.25: max_denoising_steps must be an integer from 1"),
+        ({"eos_id": "32"}, "--set eos_id=32: id 32 is outside the vocabulary of 32; give one of the checkpoint's ids."),
+        ({"eos_id": "-1"}, "--set eos_id=-1: eos_token_ids must be token ids, 0 or more, got (-1,)."),
         ({"gen_length": "0"}, "max_tokens must be a positive integer"),
         ({"gen_length": "-1"}, "The output must have at least one token to compare samplers, got -1."),
     ],
@@ -654,6 +891,30 @@ def test_an_exception_in_the_references_code(
         run(found, tiny())
 
 
+def test_what_a_reference_leaves_behind(
+    of_source: Callable[[str], Found], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    text = (
+        "import os, random, sys\nimport numpy\n"
+        + HEAD
+        + "    print('from there')\n    os.chdir('below')\n    sys.stdout = None\n"
+        + "    random.seed(1); numpy.random.seed(1); torch.manual_seed(1); torch.set_default_dtype(torch.float64)\n"
+    )
+
+    def state() -> list[Any]:
+        return [Path.cwd(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+    before = state(), sys.stdout, torch.get_default_dtype()
+    for end in ("    return prompt\n", "    raise SystemExit(3)\n"):
+        with contextlib.suppress(DiffusionError):
+            run(of_source(text + end), tiny())
+        assert (state(), sys.stdout, torch.get_default_dtype()) == before
+    out, err = capsys.readouterr()
+    assert out == "" and err == "from there\n" * 2
+
+
 def test_torchs_errors_name_the_references_line(of_source: Callable[[str], Found]) -> None:
     with pytest.raises(DiffusionError, match=r"failed in its own code: RuntimeError: .* \(.*given.py line 3\); MLX"):
         run(of_source(HEAD + "    return torch.cat([prompt, prompt[0]], dim=1)\n"), tiny())
@@ -679,6 +940,8 @@ def test_a_sampler_without_an_end(of_source: Callable[[str], Found]) -> None:
         ("None", "generate returned a NoneType, and token ids are expected: a tensor [1, length], a list"),
         ("'text'", "generate returned 'text', and token ids are expected"),
         ("['a']", "generate returned a list, and token ids are expected"),
+        ("prompt * 10**12", "generate returned token id 3000000000000, outside the vocabulary of 32: give the sampler"),
+        ("prompt - 9", "generate returned token id -6, outside the vocabulary of 32: give the sampler that belongs to"),
         ("torch.rand(1, 4)", "generate returned a Tensor of shape [1, 4], and token ids are expected"),
     ],
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_dllm_plugin.caches import FullCanvas
@@ -194,7 +195,7 @@ def test_one_that_cannot_be_loaded_leaves_the_others(copy: Copy) -> None:
     assert [row.problem for row in found if row.checkpoint == whole.name] == [""] * 6
     for row in of_broken:
         assert row.problem.startswith("gpt2-grow/model.safetensors") and str(broken.parent) not in row.problem
-    assert "| gpt2-grow | 0 of 5 | not compared | 2e-04 |" in block(found, 1.0)
+    assert "| gpt2-grow | 0 of 5 | not compared | 2e-04 | undeemed/a2d |" in block(found, 1.0)
 
 
 def test_one_that_no_family_claims(copy: Copy) -> None:
@@ -216,6 +217,93 @@ def test_an_error_of_mlx_is_one_case_s_problem(where: str, copy: Copy, monkeypat
     monkeypatch.setattr(selfcheck, where, fail)
     found = set(problems(folder).values())
     assert found == {"RuntimeError: [metal::load] failed in gpt2-grow/x.metal and .cache/y and z.cc:3"}
+
+
+def tampered(folder: Path, change: Callable[[dict[str, Any]], Any]) -> list[str]:
+    """The problems with another golden.json."""
+    file = folder / "golden.json"
+    golden = json.loads(file.read_text())
+    change(golden)
+    file.write_text(json.dumps(golden))
+    return [row.problem for row in run(folder=folder.parent) if row.problem]
+
+
+@pytest.mark.parametrize("kinds", [("forward",), ("decode",), ("forward", "decode")])
+def test_a_golden_without_cases(kinds: tuple[str, ...], copy: Copy) -> None:
+    found = tampered(copy("gpt2-grow"), lambda golden: golden.update({kind: [] for kind in kinds}))
+    assert found == ["golden.json of gpt2-grow has no cases: reinstall the package."] * len(kinds)
+
+
+@pytest.mark.parametrize("key", ["produced_by", "tolerance", "forward", "decode"])
+def test_a_golden_without_a_key(key: str, copy: Copy) -> None:
+    found = tampered(copy("gpt2-grow"), lambda golden: golden.pop(key))
+    assert found == [f"golden.json of gpt2-grow has no {key}: reinstall the package."]
+
+
+@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), 0, True])
+def test_a_tolerance_that_is_none(value: Any, copy: Copy) -> None:
+    found = tampered(copy("gpt2-grow"), lambda golden: golden.update(tolerance=value))
+    assert found == ["golden.json of gpt2-grow has a tolerance that cannot be compared: reinstall the package."]
+
+
+@pytest.mark.parametrize("kind", ["forward", "decode"])
+def test_a_case_without_a_key(kind: str, copy: Copy) -> None:
+    key = {"forward": "positions", "decode": "nfe"}[kind]
+    found = tampered(copy("gpt2-grow"), lambda golden: golden[kind][1].pop(key))
+    assert f"{kind} 1 of golden.json of gpt2-grow has no {key}: reinstall the package." in found
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "problem"),
+    [
+        ("ids", [-1], "id -1 is not one of the"),
+        ("ids", [10**9, 1], "id 1000000000 is not one of the"),
+        (
+            "ids",
+            [1.5],
+            "forward 0 of golden.json of gpt2-grow has a ids that cannot be compared: reinstall the package.",
+        ),
+        ("positions", [0, 24], "position 24 is not one of the 24 that there are: reinstall the package."),
+    ],
+)
+def test_ids_that_are_none_of_the_model(key: str, values: list[Any], problem: str, copy: Copy) -> None:
+    """MLX would read outside its memory."""
+    found = tampered(copy("gpt2-grow"), lambda golden: golden["forward"][0].update({key: values}))
+    assert found[0].startswith(problem)
+
+
+@pytest.mark.parametrize("kind", ["decode", "forward"])
+def test_an_id_of_a_prompt(kind: str, copy: Copy) -> None:
+    name = {"decode": "prompt_ids", "forward": "ids"}[kind]
+    found = tampered(copy("gpt2-grow"), lambda golden: golden[kind][0][name].append(10**9))
+    assert len(found) == 1 and "1000000000" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda logits: logits * float("nan"), "logits.npy has numbers that are not finite: reinstall the package."),
+        (lambda logits: logits[:6], "logits.npy has [0, 384] for [6, 384] logits: reinstall the package."),
+        (lambda logits: logits[:, :1], "logits.npy has [6, 1] for [6, 384] logits: reinstall the package."),
+    ],
+)
+def test_golden_logits_that_are_damaged(damage: Any, problem: str, copy: Copy) -> None:
+    folder = copy("gpt2-grow")
+    np.save(folder / "logits.npy", damage(np.load(folder / "logits.npy")))
+    found = [row.problem for row in run(folder=folder.parent) if row.kind == "forward"]
+    width = np.load(GOLDENS / "gpt2-grow" / "logits.npy").shape[1]
+    assert found[-1] == problem.replace("384", str(width))
+
+
+def test_whose_outputs_they_are(rows: list[Row]) -> None:
+    assert {row.checkpoint: row.outputs_of for row in rows} == {
+        "dream-tiny": "ZHZisZZ/dllm",
+        "gemma3-grow": "undeemed/a2d",
+        "gpt2-grow": "undeemed/a2d",
+        "llada2_moe-v22": "independent reimplementation validated on published vectors",
+        "sdar-b4": "original reference code",
+    }
+    assert "| independent reimplementation validated on published vectors |" in block(rows, 1.0)
 
 
 def test_a_package_without_goldens(tmp_path: Path) -> None:
@@ -280,7 +368,7 @@ def test_block(rows: list[Row]) -> None:
     assert re.fullmatch(r"- Device\((cpu|gpu), 0\), \d+ GiB [a-zA-Z ]+, 3\.2 s", lines[4])
     assert sum(line.startswith("| ") for line in lines) == 1 + len(export.SHIPPED)
     for row in lines[8:-4]:
-        assert re.fullmatch(r"\| [\w-]+ \| (\d) of \1 \| \d\.\de-0\d \| 2e-0[34] \|", row)
+        assert re.fullmatch(r"\| [\w-]+ \| (\d) of \1 \| \d\.\de-0\d \| 2e-0[34] \| [\w/ ]+ \|", row)
     names = (platform.node(), str(Path.home()), str(GOLDENS), sys.prefix)
     assert [name for name in names if name in text] == [] and "FAIL" not in text
     assert not re.search(rf"\b{re.escape(getpass.getuser())}\b", text)
@@ -296,7 +384,7 @@ def test_block_with_failures(is_gpu: bool, monkeypatch: Any) -> None:
         Row("two", "forward", "a", "logits differ by 1.0e-01 (position 3, token 4), 2e-03 allowed", 0.1, 0.002),
     ]
     lines = block(found, 1.0).splitlines()
-    assert "| one | 2 of 3 | 1.5e-04 | 2e-04 |" in lines and "| two | 0 of 1 | 1.0e-01 | 2e-03 |" in lines
+    assert "| one | 2 of 3 | 1.5e-04 | 2e-04 | - |" in lines and "| two | 0 of 1 | 1.0e-01 | 2e-03 | - |" in lines
     wanted = [
         "- FAIL one, decode c: 3 of 8 tokens differ, the first at 2 (5, 6 expected) (largest logit difference of the "
         "checkpoint: 1.5e-04)",

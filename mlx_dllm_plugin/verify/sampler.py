@@ -1,5 +1,6 @@
 """A sampler apart from the maths of its model: the reference's own generate function runs with a stand-in for its
-model, whose forward returns the logits of the model here. Its tokens then must be those of ``decode()``.
+model, whose forward returns the logits of the model here. Its tokens then must be those of ``decode()``, written in the
+same steps.
 
 All that is chosen at random is taken greedily on both sides. Here nothing is kept between forwards (``cache none``), as
 in the stand-in, so that both sides see the same logits.
@@ -12,6 +13,8 @@ import contextlib
 import inspect
 import math
 import os
+import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..decode import decode
+from ..decode import DecodingResult, decode
 from ..errors import DiffusionError, printable
 from ..options import DecodingOptions
 from ..plan import Plan, plan
 from ..samplers import RULES
 from ..spec import DiffusionSpec
 from .stand_in import Answers, Reference, last_line, shown, stand_in
+from .steps import StepDifference, Steps, compare_steps
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +91,10 @@ class Comparison:
         settings: arguments of the reference's function.
         function: its name.
         our_settings: options of ``decode()``.
-        notes: what the reader should know of the run, one sentence each.
+        notes: what the reader should know of the run, and what it did not exercise, one sentence each.
+        first_step_difference: where the tokens are the same, the first step after which another part of them is
+            written, or None.
+        steps_compared: how many steps are the same.
     """
 
     prompt_ids: list[int]
@@ -100,13 +107,15 @@ class Comparison:
     function: str
     our_settings: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    first_step_difference: StepDifference | None = None
+    steps_compared: int = 0
 
     @property
     def difference(self) -> str:
         """The first difference in words, or an empty text."""
         at = self.first_difference
         if at is None:
-            return ""
+            return "" if self.first_step_difference is None else str(self.first_step_difference)
         theirs = f"{self.reference_tokens[at]} there" if at < len(self.reference_tokens) else "the output ends there"
         return f"token {at} of the output is the first that differs: {theirs}, {self.our_tokens[at]} here"
 
@@ -150,12 +159,18 @@ def compare(
         ours.append(result.canvas[len(prompt) + len(ours)])
     theirs, notes = _after_prompt(run.tokens, prompt, request.length)
     theirs = theirs[: len(ours)]
+    first, steps = _first_difference(theirs, ours, stopped), Steps()
+    if first is None:
+        steps = compare_steps(run.answers, request.planned, prompt, result.commits, theirs)
+        notes += [steps.note] if steps.note else []
+        if steps.difference is None:
+            notes += _not_exercised(sampler, request.planned, result)
     return Comparison(
         prompt_ids=prompt,
         reference_tokens=theirs,
         our_tokens=ours,
-        first_difference=_first_difference(theirs, ours, stopped),
-        forwards=run.forwards,
+        first_difference=first,
+        forwards=run.answers.forwards,
         our_forwards=result.nfe + result.prefills,
         settings=run.settings,
         function=sampler.name,
@@ -165,7 +180,42 @@ def compare(
             if (value := getattr(request.options, name)) is not None
         },
         notes=(*run.notes, *notes),
+        first_step_difference=steps.difference,
+        steps_compared=steps.compared,
     )
+
+
+def _not_exercised(sampler: _Sampler, planned: Plan, result: DecodingResult) -> Iterator[str]:
+    """What the same output says nothing about."""
+
+    def way(option: str, value: float) -> str:
+        name = next((name for name in sampler.names if _OPTIONS.get(name) == option), None)
+        return f"; try --set {name}={value:g}." if name else "."
+
+    counts = [count for stage in planned.stages for count in stage.counts]
+    threshold = planned.values.get("threshold")
+    if threshold is not None:
+        steps = [[math.exp(one.token) > threshold for one in commit.logprobs] for commit in result.commits]
+        lower, higher = (way("threshold", value) for value in (min(0.3, threshold / 2), max(0.95, (1 + threshold) / 2)))
+        decided = sum(all(step) and len(step) > max(counts, default=1) for step in steps)
+        if not any(map(any, steps)):
+            yield f"no position was above the threshold {threshold:g}: this run says nothing about it{lower}"
+        elif all(map(all, steps)):
+            yield f"every position was above the threshold {threshold:g}: nothing below it was compared{higher}"
+        elif decided < len(steps) / 4:
+            yield (
+                f"in {decided} of {len(steps)} steps the threshold {threshold:g} wrote more than the rule must: this "
+                f"run says {'little' if decided else 'nothing'} about it{lower}"
+            )
+    size = planned.block_length or planned.stages[0].end - planned.stages[0].start
+    if size > 2 and "max_denoising_steps" in planned.rule.uses and set(counts) == {1}:
+        steps_of = (size - 1) * (1 if planned.block_length else len(planned.stages))
+        yield (
+            "the schedule has one token for every step: how it shares tokens among fewer steps was not compared"
+            + way("max_denoising_steps", steps_of)
+        )
+    if planned.eos and result.finish_reason != "stop":
+        yield "no end of sequence was written: how the reference stops was not compared."
 
 
 def _after_prompt(tokens: list[int], prompt: list[int], length: int) -> tuple[list[int], list[str]]:
@@ -378,7 +428,7 @@ def _request(
     sampler: _Sampler, spec: DiffusionSpec, prompt: list[int], values: dict[str, Any], max_tokens: int
 ) -> _Request:
     """What both sides are asked for. Raises DiffusionError for what does not go together."""
-    ours = _ours(values, len(prompt))
+    ours = _ours(values, len(prompt), spec.vocab_size)
     length = ours.pop("max_tokens", max_tokens)
     if length < 1:
         raise DiffusionError(f"The output must have at least one token to compare samplers, got {length}.")
@@ -432,6 +482,7 @@ def _request(
         "sub_block_length": ours.get("sub_block_length") or planned.values.get("sub_block_length", _MISSING),
     }
     known |= {name: of_option[option] for name, option in _OPTIONS.items() if option in of_option}
+    known["stopping_criteria_idx"] = sorted(planned.eos) or _MISSING  # a list
     if "small_block_size" in names:  # Fast-dLLM v2 counts whole blocks, the prompt's last one too
         known["max_new_tokens"] = (-(-length // block) + 1) * block
     arguments, missing = {}, []
@@ -454,7 +505,7 @@ def _known(name: str, sampler: _Sampler, known: Mapping[str, Any], values: Mappi
         return _MISSING  # LLaDA's guidance alone needs it
     if name == "max_length" and {"gen_length", "max_new_tokens", "max_tokens"} & set(sampler.names):
         return _MISSING
-    if name in ("top_p", "top_k", "stopping_criteria_idx") and name in sampler.parameters and default is not _MISSING:
+    if name in ("top_p", "top_k") and name in sampler.parameters and default is not _MISSING:
         return _MISSING
     if name in _RULES and value not in _RULES[name]:
         return _MISSING
@@ -463,7 +514,7 @@ def _known(name: str, sampler: _Sampler, known: Mapping[str, Any], values: Mappi
     return value
 
 
-def _ours(values: Mapping[str, Any], prompt: int) -> dict[str, Any]:
+def _ours(values: Mapping[str, Any], prompt: int, vocab_size: int) -> dict[str, Any]:
     """The decoding options that settings of a reference mean here. Raises DiffusionError."""
     ours: dict[str, Any] = {}
     for name, value in values.items():
@@ -476,12 +527,27 @@ def _ours(values: Mapping[str, Any], prompt: int) -> dict[str, Any]:
             option, value = "max_tokens", value - prompt if isinstance(value, int) else value
         if option is None or value is None:
             continue
+        _check_setting(name, option, value, vocab_size)
         ours[option] = value
     flags = bool(values.get("logits_eos_inf")), bool(values.get("confidence_eos_eot_inf"))
     if any(flags):
         ours["eos_flags"] = {(True, False): "logits", (False, True): "confidence", (True, True): "both"}[flags]
-    DecodingOptions(**ours)  # refuses what is no value of an option
     return ours
+
+
+def _check_setting(name: str, option: str, value: Any, vocab_size: int) -> None:
+    """Raises DiffusionError for what is no value of an option here, which names the setting."""
+    try:
+        ids = DecodingOptions(**{option: value}).eos_token_ids or ()
+    except DiffusionError as error:
+        said = "" if name == option else f"--set {name}={value}: "
+        raise DiffusionError(f"{said}{error}") from None
+    outside = next((token for token in ids if token >= vocab_size), None)
+    if outside is not None:
+        raise DiffusionError(
+            f"--set {name}={value}: id {outside} is outside the vocabulary of {vocab_size}; give one of the "
+            "checkpoint's ids."
+        )
 
 
 # The run of the reference
@@ -490,7 +556,7 @@ def _ours(values: Mapping[str, Any], prompt: int) -> dict[str, Any]:
 @dataclass(frozen=True)
 class _Ran:
     tokens: list[int]
-    forwards: int
+    answers: Answers
     settings: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -508,7 +574,7 @@ def _run(
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             for name, value in arguments.items()
         }
-        with torch.no_grad(), _greedily():
+        with torch.no_grad(), _greedily(), _apart():
             returned = function(**{sampler.prompt: _as_prompt(prompt)}, **given)
         if answers.refusal is not None:  # the reference's code caught it
             raise answers.refusal
@@ -540,9 +606,9 @@ def _run(
             f"{sampler.name} of {printable(found.name)} failed in its own code: {last_line(error)} "
             f"({_place(error, sampler.file)}); MLX_DLLM_DEBUG=1 shows all."
         ) from error
-    tokens = _ids_of(sampler, returned)
+    tokens = _ids_of(sampler, returned, spec.vocab_size)
     settings = {name: value for name, value in arguments.items() if not isinstance(value, np.ndarray)}
-    return _Ran(tokens, answers.forwards, settings, (*notes, *answers.notes))
+    return _Ran(tokens, answers, settings, (*notes, *answers.notes))
 
 
 def _place(error: BaseException, file: str) -> str:
@@ -570,6 +636,28 @@ def _greedily() -> Iterator[None]:
         torch.multinomial, torch.Tensor.multinomial = before  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """What the code inside prints goes to stderr; the working directory, random states and torch's default type come
+    back."""
+    import torch
+
+    try:
+        folder = os.getcwd()
+    except OSError:  # it was removed
+        folder = None
+    states, dtype = (random.getstate(), np.random.get_state()), torch.get_default_dtype()
+    try:
+        with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_default_dtype(dtype)
+        if folder is not None:
+            os.chdir(folder)
+
+
 def _as_prompt(ids: list[int]) -> torch.Tensor:
     """A prompt [1, P]: the tensor of its ids, and as SDAR's takes it what a tokenizer returns, ``["input_ids"]``."""
     import torch
@@ -587,7 +675,7 @@ def _as_prompt(ids: list[int]) -> torch.Tensor:
     return torch.tensor([ids], dtype=torch.int64).as_subclass(Prompt)
 
 
-def _ids_of(sampler: _Sampler, returned: Any) -> list[int]:
+def _ids_of(sampler: _Sampler, returned: Any, vocab_size: int) -> list[int]:
     """The token ids of the first row. Raises DiffusionError."""
     import torch
 
@@ -605,5 +693,11 @@ def _ids_of(sampler: _Sampler, returned: Any) -> list[int]:
         raise DiffusionError(
             f"{sampler.name} returned {shown(returned)}, and token ids are expected: a tensor [1, length], a list, or "
             "an object with .sequences."
+        )
+    outside = next((token for token in value if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise DiffusionError(
+            f"{sampler.name} returned token id {outside}, outside the vocabulary of {vocab_size}: give the sampler "
+            "that belongs to the checkpoint."
         )
     return list(value)

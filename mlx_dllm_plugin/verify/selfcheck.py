@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,40 @@ from ..spec import detect, resolve
 GOLDENS = Path(__file__).parent / "goldens"
 
 _LONGEST = 300  # characters of a problem
+_AGAIN = "reinstall the package."
 _FOLDERS = re.compile(r"(?<![\w.])(?:/[^\s/'\":]+)+/")  # of an absolute path
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+# What golden.json and its cases must have.
+_KEYS: dict[str, Callable[[Any], bool]] = {
+    "produced_by": lambda value: isinstance(value, dict),
+    "tolerance": lambda value: _is_number(value) and value > 0,
+    "forward": lambda value: isinstance(value, list),
+    "decode": lambda value: isinstance(value, list),
+}
+_CASES: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "forward": {
+        "name": lambda value: isinstance(value, str),
+        "ids": _is_ids,
+        "block_length": lambda value: value is None or (type(value) is int and value > 0),
+        "positions": _is_ids,
+    },
+    "decode": {
+        "name": lambda value: isinstance(value, str),
+        "prompt_ids": _is_ids,
+        "options": lambda value: isinstance(value, dict),
+        "tokens": lambda value: isinstance(value, list),
+        "nfe": lambda value: type(value) is int,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +78,7 @@ class Row:
         problem: what does not match, or "".
         error: largest absolute difference of the logits of a forward; None: there are none to compare.
         allowed: the error that is no problem; None of a decode, whose tokens and forwards must be equal.
+        outputs_of: what the reference is.
     """
 
     checkpoint: str
@@ -52,6 +87,7 @@ class Row:
     problem: str = ""
     error: float | None = None
     allowed: float | None = None
+    outputs_of: str = ""
 
 
 def run(
@@ -102,28 +138,55 @@ def _on(device: mx.Device | mx.DeviceType | None) -> Iterator[None]:
 def _rows(folder: Path) -> Iterator[Row]:
     """All cases of one checkpoint."""
     golden = read_json(folder / "golden.json")
-    forward, allowed = golden["forward"], golden["tolerance"]
+    wrong = _wrong(golden, _KEYS)
+    if wrong:
+        yield Row(folder.name, "golden", "golden.json", f"golden.json of {folder.name} {wrong}: {_AGAIN}")
+        return
+    allowed, whose = golden["tolerance"], _outputs_of(golden["produced_by"])
     try:
         model, logits = _load(folder), np.load(folder / "logits.npy")
+        failed = None
     except Exception as raised:
-        for kind, limit in (("forward", allowed), ("decode", None)):
-            for case in golden[kind]:
-                yield Row(folder.name, kind, case["name"], _said(raised, folder), None, limit)
-        return
+        failed = _said(raised, folder)
     first = 0
-    for case in forward:
-        expected, first = logits[first : first + len(case["positions"])], first + len(case["positions"])
-        try:
-            error, problem = _forward(model, case, expected, allowed)
-        except Exception as raised:
-            error, problem = None, _said(raised, folder)
-        yield Row(folder.name, "forward", case["name"], problem, error, allowed)
-    for case in golden["decode"]:
-        try:
-            problem = _decode(model, case)
-        except Exception as raised:
-            problem = _said(raised, folder)
-        yield Row(folder.name, "decode", case["name"], problem)
+    for kind in _CASES:
+        if not golden[kind]:
+            yield Row(folder.name, kind, "golden.json", f"golden.json of {folder.name} has no cases: {_AGAIN}")
+        for number, case in enumerate(golden[kind]):
+            wrong = _wrong(case, _CASES[kind])
+            if wrong:
+                problem = f"{kind} {number} of golden.json of {folder.name} {wrong}: {_AGAIN}"
+                yield Row(folder.name, kind, str(number), problem, None, None, whose)
+                continue
+            error, problem = None, failed or ""
+            try:
+                if failed is None and kind == "forward":
+                    count = len(case["positions"])
+                    expected, first = logits[first : first + count], first + count
+                    error, problem = _forward(model, case, expected, allowed)
+                elif failed is None:
+                    problem = _decode(model, case)
+            except Exception as raised:
+                problem = _said(raised, folder)
+            limit = allowed if kind == "forward" else None
+            yield Row(folder.name, kind, case["name"], problem, error, limit, whose)
+
+
+def _wrong(given: Any, keys: Mapping[str, Callable[[Any], bool]]) -> str:
+    """What is wrong with an object of golden.json, or ""."""
+    if not isinstance(given, dict):
+        return "is no object"
+    missing = next((key for key in keys if key not in given), None)
+    if missing is not None:
+        return f"has no {missing}"
+    bad = next((key for key, valid in keys.items() if not valid(given[key])), None)
+    return "" if bad is None else f"has a {bad} that cannot be compared"
+
+
+def _outputs_of(produced_by: Mapping[str, Any]) -> str:
+    """What the reference is, in a few words: its kind, or the repository of its code."""
+    found = next((produced_by[key] for key in ("kind", "repository", "repo") if produced_by.get(key)), "unknown")
+    return printable(str(found)).replace("|", "/")[:_LONGEST]
 
 
 def _load(folder: Path) -> Any:
@@ -136,9 +199,16 @@ def _load(folder: Path) -> Any:
 
 def _forward(model: Any, case: dict[str, Any], expected: np.ndarray, allowed: float) -> tuple[float, str]:
     """The largest difference of the logits at some positions, and what is wrong with it."""
+    wrong = _outside(case, model.diffusion_spec.vocab_size)
+    if wrong:
+        raise CheckpointError(f"{wrong}: {_AGAIN}")
     family, ids = family_on(model), mx.array([case["ids"]])
     states = family.hidden(model, ids, caches(model, ids.shape[1], case["block_length"]))
     found = np.array(family.head(model, states).astype(mx.float32))[0, case["positions"]]
+    if expected.shape != found.shape:
+        raise CheckpointError(f"logits.npy has {list(expected.shape)} for {list(found.shape)} logits: {_AGAIN}")
+    if not np.isfinite(expected).all():
+        raise CheckpointError(f"logits.npy has numbers that are not finite: {_AGAIN}")
     differences = np.abs(found - expected)
     error = float(differences.max())
     if error <= allowed:
@@ -146,6 +216,15 @@ def _forward(model: Any, case: dict[str, Any], expected: np.ndarray, allowed: fl
     row, token = np.unravel_index(np.argmax(differences), differences.shape)
     where = f"position {case['positions'][row]}, token {token}"
     return error, f"logits differ by {error:.1e} ({where}), {allowed:.0e} allowed"
+
+
+def _outside(case: dict[str, Any], vocab_size: int) -> str:
+    """Which id of a forward is none of the model, or which position none of its ids, or ""."""
+    for what, values, limit in (("id", case["ids"], vocab_size), ("position", case["positions"], len(case["ids"]))):
+        for value in values:
+            if not 0 <= value < limit:
+                return f"{what} {value} is not one of the {limit} that there are"
+    return ""
 
 
 def _decode(model: Any, case: dict[str, Any]) -> str:
@@ -185,14 +264,16 @@ def block(rows: Sequence[Row], seconds: float, device: mx.Device | mx.DeviceType
     """
     with _on(device):
         is_gpu, lines = _is_gpu(), ["### mlx-dllm verify --self", "", *_machine(seconds), ""]
-    lines += ["| checkpoint | matched | largest logit difference | allowed |", "|---|---|---|---|"]
+    lines += ["| checkpoint | matched | largest logit difference | allowed | outputs of |", "|---|---|---|---|---|"]
     largest = {}
     for name in dict.fromkeys(row.checkpoint for row in rows):
         own = [row for row in rows if row.checkpoint == name]
         errors = [row.error for row in own if row.error is not None]
         largest[name] = f"{np.max(errors):.1e}" if errors else "not compared"
         allowed = max((row.allowed for row in own if row.allowed is not None), default=None)
-        cells = [name, f"{_matched(own)} of {len(own)}", largest[name], "-" if allowed is None else f"{allowed:.0e}"]
+        whose = next((row.outputs_of for row in own if row.outputs_of), "-")
+        limit = "-" if allowed is None else f"{allowed:.0e}"
+        cells = [name, f"{_matched(own)} of {len(own)}", largest[name], limit, whose]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "Computed in float32. Tokens and the number of forwards must be equal to the reference's.", ""]
     failed = [row for row in rows if row.problem]

@@ -150,6 +150,8 @@ class Answers:
 
     A cache is the caller's or ours; its keys are the ids of the tokens that are stored, so that a caller may cut or
     copy it. What it holds is what the columns of a call see before themselves.
+
+    ``canvases`` are the ids [B, T] of all calls, with what the cache held.
     """
 
     def __init__(self, found: Reference, name: str, model: Any, spec: DiffusionSpec, planned: Plan):
@@ -159,6 +161,7 @@ class Answers:
         self.block, self.origin = block_of(spec), planned.origin
         self.most = FORWARDS_PER_TOKEN * (planned.cap + (self.block or 0))
         self.forwards = 0
+        self.canvases: list[np.ndarray] = []
         self.notes: list[str] = []
         self.refusal: DiffusionError | None = None
         own: Any = found.model_class
@@ -216,12 +219,13 @@ class Answers:
             self._refuse(
                 f"on {whole.shape[1]} tokens, and the model's context is {self.spec.context_length}", "on fewer"
             )
+        self.canvases.append(whole)
         flags = [given.get(name, defaults.get(name)) for name in _STORES if name in given or name in defaults]
         if past is not None and all(flags):
             self._store(past, ids)
-        return Output(lambda: self._logits(whole, start), past)
+        return Output(lambda: self.logits(whole, start), past)
 
-    def _logits(self, whole: np.ndarray, start: int) -> torch.Tensor:
+    def logits(self, whole: np.ndarray, start: int) -> torch.Tensor:
         """Logits [B, T, V] of the columns from ``start``."""
         import torch
 
