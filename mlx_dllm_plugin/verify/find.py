@@ -160,17 +160,9 @@ def _importing(file: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def silenced(name: str = "The reference") -> Iterator[None]:
-    """
-    Code of a reference is imported or run in here: what it prints goes to stderr, since stdout may be read as JSON, and
-    the streams, the working directory, the types and the random numbers of this process are afterwards what they were.
-
-    Args:
-        name: of the code, for the sentence.
-
-    Raises:
-        DiffusionError: it calls ``sys.exit``.
-    """
+def apart() -> Iterator[None]:
+    """Code of a reference is imported or run in here: what it prints goes to stderr, since stdout may be read as JSON,
+    and streams, working directory, torch's default type and random numbers are afterwards what they were."""
     import numpy as np
     import torch
 
@@ -182,12 +174,6 @@ def silenced(name: str = "The reference") -> Iterator[None]:
     sys.stdout = sys.stderr
     try:
         yield
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else ""
-        raise DiffusionError(
-            f"{name} ended the program (sys.exit({code})): remove that from a copy of the file and give the copy with "
-            "--reference FILE."
-        ) from error
     finally:
         sys.stdout, sys.stderr = streams
         if folder is not None:
@@ -196,6 +182,28 @@ def silenced(name: str = "The reference") -> Iterator[None]:
         np.random.set_state(seeds[1])
         torch.set_rng_state(seeds[2])
         torch.set_default_dtype(dtype)
+
+
+@contextlib.contextmanager
+def silenced(name: str = "The reference") -> Iterator[None]:
+    """
+    As :func:`apart`; and ending the program is an error.
+
+    Args:
+        name: of the code, for the sentence.
+
+    Raises:
+        DiffusionError: it calls ``sys.exit``.
+    """
+    try:
+        with apart():
+            yield
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else ""
+        raise DiffusionError(
+            f"{name} ended the program (sys.exit({code})): remove that from a copy of the file and give the copy with "
+            "--reference FILE."
+        ) from error
 
 
 def said(error: BaseException) -> str:

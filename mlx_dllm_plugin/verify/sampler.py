@@ -13,8 +13,6 @@ import contextlib
 import inspect
 import math
 import os
-import random
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +28,7 @@ from ..options import DecodingOptions
 from ..plan import Plan, plan
 from ..samplers import RULES
 from ..spec import DiffusionSpec
+from .find import apart
 from .stand_in import Answers, Reference, last_line, shown, stand_in
 from .steps import StepDifference, Steps, compare_steps
 
@@ -574,7 +573,7 @@ def _run(
             name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             for name, value in arguments.items()
         }
-        with torch.no_grad(), _greedily(), _apart():
+        with torch.no_grad(), _greedily(), apart():
             returned = function(**{sampler.prompt: _as_prompt(prompt)}, **given)
         if answers.refusal is not None:  # the reference's code caught it
             raise answers.refusal
@@ -634,28 +633,6 @@ def _greedily() -> Iterator[None]:
         yield
     finally:
         torch.multinomial, torch.Tensor.multinomial = before  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """What the code inside prints goes to stderr; the working directory, random states and torch's default type come
-    back."""
-    import torch
-
-    try:
-        folder = os.getcwd()
-    except OSError:  # it was removed
-        folder = None
-    states, dtype = (random.getstate(), np.random.get_state()), torch.get_default_dtype()
-    try:
-        with contextlib.redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_default_dtype(dtype)
-        if folder is not None:
-            os.chdir(folder)
 
 
 def _as_prompt(ids: list[int]) -> torch.Tensor:
