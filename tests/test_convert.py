@@ -551,7 +551,8 @@ def test_a_report_that_fails_leaves_the_copy(
 
 
 STALLED = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from mlx_lm import utils
 import mlx_lm.convert as module
 save = utils.save_model
