@@ -19,10 +19,9 @@ from mlx.utils import tree_map
 from .caches import BlockCache, BlockWindow, FullCanvas
 from .decode import family_on, spec_of
 from .families import Family
+from .likelihood import HEAD_VALUES
 from .runtime import load_with_spec
 from .spec import DiffusionSpec
-
-HEAD_VALUES = 2**24  # logits at a time: 64 MB in float32
 
 
 class Watch:
@@ -89,9 +88,9 @@ def forward(model: Any, ids: mx.array, watch: Watch | None = None, *, release: b
         release: drop each layer's weights when its output is there. The model cannot be used afterwards.
     """
     family, block = family_on(model), block_of(spec_of(model))
-    with _watched(model, watch or Watch(), release):
-        states = family.hidden(model, ids, caches(model, ids.shape[1], block))
-        states = (watch or Watch()).ends(states)
+    watch = watch or Watch()
+    with _watched(model, watch, release):
+        states = watch.ends(family.hidden(model, ids, caches(model, ids.shape[1], block)))
         mx.eval(states)
         return _logits(model, family, states, spec_of(model).vocab_size)
 

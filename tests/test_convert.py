@@ -738,6 +738,7 @@ def found_at(path: Path) -> tuple[Any, Any]:
 
 
 def test_the_command_line_offers_the_recipes_beside_the_hosts() -> None:
+    assert set(conversion.RECIPES) <= set(importlib.import_module("mlx_lm.convert").QUANT_RECIPES)
     for recipe in ("mixed_full", "mixed_4_6"):
         given = configure_parser().parse_args(["--model", "x", "--quant-predicate", recipe])
         assert given.quant_predicate == recipe

@@ -14,6 +14,7 @@ import pytest
 from mlx_dllm_plugin import layerwise
 from mlx_dllm_plugin.commands import main
 from mlx_dllm_plugin.demo import demo_path
+from tests import tools
 from tests.test_families_qwen import TWINS, twin
 from tests.tools import ERROR, copy_run, edit_json
 
@@ -44,10 +45,7 @@ GOLDENS = {
 }
 
 
-class Outcome:
-    def __init__(self, status: int, out: str, err: str):
-        self.status, self.out, self.err = status, out, err
-
+class Outcome(tools.Outcome):
     @property
     def report(self) -> dict[str, Any]:
         return json.loads(self.out)

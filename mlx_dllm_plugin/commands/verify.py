@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import Checkpoint, check_files, check_model_type, check_weights, has_tokenizer, open_checkpoint
+from ..checkpoint import Checkpoint, check_files, check_model_type, has_tokenizer, open_checkpoint
 from ..errors import DiffusionError, printable
 from ..families import FAMILIES, Family
 from ..spec import DiffusionSpec, detect, mask_token_id_of, resolve
@@ -96,7 +96,6 @@ def run(args: argparse.Namespace) -> int:
             f"family claims it): name one of {', '.join(FAMILIES.names())} with --family."
         )
     spec = resolve(checkpoint, family)
-    check_weights(checkpoint.path)
     mask_token_id = mask_token_id_of(spec, args.mask_token_id)
     return (_sampler if args.sampler else _layers)(args, checkpoint, family, spec, mask_token_id)
 
@@ -170,7 +169,7 @@ def _layers(
     from ..verify.compare import TOLERANCE, compare
     from ..verify.hf import Files
 
-    Files(checkpoint)  # refuses quantized weights, before anything has to be installed for them
+    Files(checkpoint)  # refuses broken and quantized weights, before anything has to be installed for them
     found = _found(args, checkpoint, family, spec)
     from ..verify.reference import Reference
 

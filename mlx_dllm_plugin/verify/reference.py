@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -306,7 +307,7 @@ class _Lent:
 # What is done on the way through the model.
 
 
-class _Visitor:
+class _Visitor(ABC):
     """Sees every layer and outer module before and after it runs, with weights of a type (None: as stored)."""
 
     def __init__(self, skeleton: _Skeleton, loader: _Loader, dtype: torch.dtype | None, device: str = "cpu"):
@@ -314,14 +315,17 @@ class _Visitor:
         self.number = {layer: i for i, layer in enumerate(skeleton.layers)}
         self.handles: list[Any] = []
 
+    @abstractmethod
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        """A pre-hook of torch."""
 
+    @abstractmethod
     def leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        raise NotImplementedError
+        """A hook of torch."""
 
     def picks(self, indices: torch.Tensor) -> None:
         """Told what every topk has chosen."""
+        return None  # most do not ask
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:

@@ -14,8 +14,9 @@ from mlx_lm.utils import load_model
 
 import mlx_dllm_plugin
 from mlx_dllm_plugin import DecodingOptions, DecodingResult, DiffusionError
-from mlx_dllm_plugin.caches import BlockCache, BlockWindow, FullCanvas
+from mlx_dllm_plugin.caches import FullCanvas
 from mlx_dllm_plugin.decode import Commit
+from mlx_dllm_plugin.layerwise import caches
 from mlx_dllm_plugin.samplers import RULES, Candidates, Rule
 
 from . import llada2
@@ -69,12 +70,6 @@ def _forward(folder: Path, golden: dict[str, Any], arrays: Any, model: Any) -> I
     def whole(padding: Sequence[int] | None = None, width: int = 0) -> list[Any]:
         return [FullCanvas(padding, width)] * len(model.layers)
 
-    def blocks(count: int, length: int) -> list[Any]:
-        caches = [BlockCache() for _ in model.layers]
-        for cache in caches:
-            cache.window = BlockWindow([0], [count], count, length, [0])
-        return caches
-
     if isinstance(golden["forward"], list):
         for entry in golden["forward"]:
             ids, expected = arrays[entry["ids"]], arrays[entry["logits"]]
@@ -92,10 +87,23 @@ def _forward(folder: Path, golden: dict[str, Any], arrays: Any, model: Any) -> I
         ids, expected = arrays[f"ids{number}"][None], arrays[name][None]
         ids = ids[:, : expected.shape[1]]
         bidirectional = name.startswith("logits_bidir")
-        yield compare(name, ids, expected, whole() if bidirectional else blocks(ids.shape[1], length))
+        yield compare(name, ids, expected, caches(model, ids.shape[1], None if bidirectional else length))
 
 
 # Cases of llada_dream
+
+
+def dream_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """What Dream's diffusion_generate was told."""
+    options = {
+        "unmasking": settings["alg"],
+        "max_tokens": settings["max_new_tokens"],
+        "max_denoising_steps": settings["steps"],
+        "top_p": settings["top_p"],
+        "top_k": settings["top_k"],
+        "eps": settings["eps"],
+    }
+    return options if settings["alg"] == "origin" else {**options, "alg_temp": settings["alg_temp"]}
 
 
 def _case(case: dict[str, Any], model: Any) -> str:
@@ -116,16 +124,7 @@ def _case(case: dict[str, Any], model: Any) -> str:
             "eos_flags": {(0, 0): "none", (1, 0): "logits", (0, 1): "confidence", (1, 1): "both"}[flags],
         }
     elif function == "diffusion_generate":
-        shared |= {
-            "unmasking": settings["alg"],
-            "max_tokens": settings["max_new_tokens"],
-            "max_denoising_steps": settings["steps"],
-            "top_p": settings["top_p"],
-            "top_k": settings["top_k"],
-            "eps": settings["eps"],
-        }
-        if settings["alg"] != "origin":
-            shared["alg_temp"] = settings["alg_temp"]
+        shared |= dream_options(settings)
     elif function == "MDLMSampler.sample":
         shared |= {
             "unmasking": "mdlm",

@@ -128,15 +128,7 @@ def _dream(golden: Case, arrays: Any, wanted: Sequence[str]) -> tuple[Any, float
         settings = case["settings"]
         options = {"stop_at_eos": False, "mask_token_id": settings["mask_id"]}
         if settings.get("function") == "diffusion_generate":
-            options |= {
-                "unmasking": settings["alg"],
-                "max_tokens": settings["max_new_tokens"],
-                "max_denoising_steps": settings["steps"],
-                "top_p": settings["top_p"],
-                "top_k": settings["top_k"],
-                "eps": settings["eps"],
-                "alg_temp": settings["alg_temp"],
-            }
+            options |= cases.dream_options(settings)
         else:
             options |= cases._accelerated(settings)
         (prompt,), (canvas,) = case["prompt_ids"], case["output_ids"]

@@ -70,7 +70,7 @@ def generate(
             elif remasking == "random":
                 confidence = torch.rand(tokens.shape)
             else:
-                raise NotImplementedError(remasking)
+                raise ValueError(f"remasking must be low_confidence or random, got {remasking!r}")
             confidence[:, last:] = -torch.inf
             confidence = torch.where(masked, confidence, -torch.inf)
             for row in range(rows):
